@@ -44,6 +44,8 @@ from nanscope.program.run import Run
 from nanscope.roles import Role
 from nanscope.text import unravel
 
+QUICK = 1 << 18  # elements of which one is looked for by halves
+
 
 @dataclass(frozen=True, slots=True)
 class Drop:
@@ -147,19 +149,25 @@ class Drops:
                 return True
         return False
 
-    def count(self, value: int, mark: Tensor) -> bool:
-        """Does the loss count one of some elements at least? mark: bool, of the value's shape."""
-        return self.program.output in self._marked(value, mark, tokens=False)[0]
-
     def first_that_counts(self, value: int, among: Tensor) -> int | None:
-        """Return the first of some elements that the loss counts, None if it counts none. among: bool, of the value's shape."""
+        """Return the first of some elements that the loss counts, None if it counts none, or finding it takes long. among: bool, of the
+        value's shape."""
+        marked = self._marked(value, among, tokens=False)[0]
+        if self.program.output not in marked:
+            return None
+        *_, last = (mark for mark in marked.values() if mark.shape == among.shape)  # where most often each is still in its place
+        left = (among & last).flatten().nonzero().flatten()
+        if left.numel() and self._count(value, among, left[:1]):
+            return int(left[0])
         left = among.flatten().nonzero().flatten()
-        while left.numel() and self.count(value, marked_at(among, left)):
-            if left.numel() == 1:
-                return int(left)
+        while left.numel() > 1 and among.numel() <= QUICK:
             first, second = left.tensor_split(2)
-            left = first if self.count(value, marked_at(among, first)) else second
-        return None
+            left = first if self._count(value, among, first) else second
+        return int(left) if left.numel() == 1 and self._count(value, among, left) else None
+
+    def _count(self, value: int, like: Tensor, flats: Tensor) -> bool:
+        """Does the loss count one of some elements at least?"""
+        return self.program.output in self._marked(value, marked_at(like, flats), tokens=False)[0]
 
     def _follow(self, value: int, flat: int, *, tokens: bool) -> tuple[bool | None, tuple[Drop, ...], str | None]:
         """Say of an element what `of` does. tokens: what nan_to_num puts in its place is still the same token."""
