@@ -11,7 +11,7 @@ from nanscope.locate.trace import Trace
 from nanscope.program.calls import Call, Computes, Leaf, Ref, Site
 from nanscope.program.flow import Source, sources
 from nanscope.program.numbers import at, dtype_name
-from nanscope.program.ops import FILLS, LITERALS, MOVES_OF_WRITES, NUMBERED, SCALES_OF
+from nanscope.program.ops import FILLS, LITERALS, MOVES_OF_WRITES, NUMBERED, SCALES_OF, WRITES
 from nanscope.roles import Role
 from nanscope.snapshot.observation import Phase
 from nanscope.text import unravel
@@ -132,6 +132,9 @@ def _operands(trace: Trace, call: Call, value: int, flat: int) -> tuple[Operand,
     if call.name in FILLS:  # what is put in may be a tensor that holds a number of the code
         given = ((place, _number_of_code(trace, arg.id)) for place, arg in enumerate(call.args[1:], 1) if isinstance(arg, Ref))
         numbers |= {place: Operand(NUMBER, None, None, (), number) for place, number in given if number is not None}
+    elif call.name in MOVES_OF_WRITES and (number := _put_there(trace, value, flat)) is not None:
+        numbers = {0: Operand(NUMBER, None, None, (), number)}
+        found = []
     if not numbers:
         return (*(_operand(trace, source) for source in found), *named)
     read = {source.argument: _operand(trace, source) for source in found}
@@ -155,6 +158,20 @@ def _operand(trace: Trace, source: Source) -> Operand:
     site = None if maker is None else trace.program.site_of(maker)
     made = site.expression if site is not None else ""
     return Operand(source.value, trace.names.name(source.value), trace.names.role(source.value), unravel(flat, shape), number, made)
+
+
+def _put_there(trace: Trace, value: int, flat: int) -> float | None:
+    """Return what the code has put into an element as a number that is not finite, in a write to a part of the tensor, or None."""
+    while _number_of_code(trace, value) is None:
+        made = trace.program.maker(value)
+        if made is None or made.name not in WRITES | {"clone"}:
+            return None
+        read = [(source.value, int(source.flat[0])) for source in sources(made, trace.values, value, flat) if source.flat.numel() == 1]
+        bad = [spot for spot in read if trace.values[spot[0]].is_floating_point() and not math.isfinite(at(trace.values[spot[0]], spot[1]))]
+        if not bad:
+            return None
+        value, flat = bad[0]
+    return at(trace.values[value], flat)
 
 
 def _number_of_code(trace: Trace, value: int) -> float | None:

@@ -86,6 +86,10 @@ class Drops:
             self._known[value, flat] = found
         return self._known[value, flat]
 
+    def says_which(self, drop: Drop) -> bool:
+        """Does a mask take an element out, and not an index, which says of each token which of its numbers is read?"""
+        return drop.how in ("mask", "select") and drop.by is not None and self.is_mask(drop.by, None)
+
     def own_mask(self, index: int | None, value: int, flat: int) -> Drop | None:
         """The product that is the origin multiplies an infinity by a mask, each element its own."""
         return None if self._is_of_one_number(index) else self.mask_factor(index, value, flat)
@@ -174,14 +178,22 @@ class Drops:
         tensor, made = self.run.values[value], self.program.maker(value)
         marked, drops, coefficient = self._marked(value, marked_at(tensor, flat), tokens)
         at_mask = self._at_mask(value, flat)
-        if at_mask is not None and all(drop.how not in ("mask", "select") or drop.by is None for drop in drops):
-            return True, (*drops, at_mask), coefficient
+        if at_mask is not None and not any(map(self.says_which, drops)):
+            return True, (*(drop for drop in drops if drop.by is None), at_mask), coefficient
         if self.program.output not in marked and any(drop.how != "replace" for drop in drops):
-            return True, tuple(drops), coefficient
+            return True, self._of_its_token(value, marked[value], drops), coefficient
         in_model = made is not None and bool(made.module)
         if not drops and tensor.dim() == 0 and not in_model and not self._meets_mask(marked):
             return (False if coefficient else None), (), coefficient
         return False, tuple(drops), coefficient
+
+    def _of_its_token(self, value: int, mark: Tensor, drops: Sequence[Drop]) -> tuple[Drop, ...]:
+        """What takes an element out: of one of many numbers that a token has, and that is not read, what takes out those that are."""
+        if mark.dim() < 2 or any(map(self.says_which, drops)) or all(drop.how != "select" or drop.by is None for drop in drops):
+            return tuple(drops)
+        marked, of_token, _ = self._marked(value, mark.any(-1, keepdim=True).expand(mark.shape), tokens=False)
+        masks = [drop for drop in of_token if self.says_which(drop)]
+        return tuple(masks) if masks and self.program.output not in marked else tuple(drops)
 
     def _marked(self, value: int, mark: Tensor, tokens: bool) -> tuple[dict[int, Tensor], list[Drop], str | None]:
         """Follow elements to the loss: return what of each value came of them and still counts, what took the others out, and the name of

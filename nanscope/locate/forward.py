@@ -196,20 +196,40 @@ def first_that_counts(trace: Trace, root: Root) -> Root:
     return replace(further, path=path, other=further.other and (*path[: len(root.path) - 1], *further.other))
 
 
+def where_it_was_put(trace: Trace, root: Root) -> Root:
+    """Of an infinity that the code writes into a part of a tensor and means, `logits[~allowed] = -inf`, return the tensor, which is what
+    the code made: the number by itself says nothing."""
+    if root.birth is not Birth.INTENDED or not _is_literal(trace, root.value) or trace.values[root.value].numel() > 1:
+        return root
+    writes = [depth for depth, (value, _) in enumerate(root.path) if trace.values[value].numel() > 1 and _is_write(trace, value)]
+    return replace(root, path=root.path[: _last_write(trace, root.path, writes[-1]) + 1]) if writes else root
+
+
 def _path_from(trace: Trace, path: Sequence[Spot], flat: int) -> tuple[Spot, ...]:
     """Return a path that begins at another element of the same value, as far as that goes another way."""
-    (value, _), *onward = reversed(path)
-    found: list[Spot] = [(value, flat)]
-    for following, before in onward:
+    values = [value for value, _ in reversed(path)]
+    marks = [marked_at(trace.values[values[0]], flat)]  # what is bad of each value, and came of the element
+    for (following, before), value in zip(path[-2::-1], values, strict=False):
         call = trace.program.maker(following)
-        marks = {found[-1][0]: marked_at(trace.values[found[-1][0]], found[-1][1])}
-        reached = spread(call, trace.values, marks).get(following) if call is not None else None
-        bad = None if reached is None else (reached & ~torch.isfinite(trace.values[following])).flatten()
-        stays = bad is None or bool(bad[before]) or not bool(bad.any())
-        found.append((following, before if bad is None or stays else int(bad.int().argmax())))
-        if stays:
-            return (*path[: len(path) - len(found)], *reversed(found))
-    return tuple(reversed(found))
+        reached = spread(call, trace.values, {value: marks[-1]}).get(following) if call is not None else None
+        bad = None if reached is None else reached & ~torch.isfinite(trace.values[following])
+        if bad is None or not bool(bad.any()) or bool(bad.flatten()[before]):
+            break  # from there on the way is that of the other element
+        marks.append(bad)
+    met = len(path) - len(marks)  # links that both have
+    onward, found = path[met - 1] if met else None, list[Spot]()
+    for value, mark in zip(values[len(marks) - 1 :: -1], reversed(marks), strict=False):
+        onward = value, _leading_to(trace, onward, value, mark)
+        found.append(onward)
+    return (*path[:met], *found)
+
+
+def _leading_to(trace: Trace, onward: Spot | None, value: int, mark: Tensor) -> int:
+    """Return the first of some marked elements that another one was made of, or the first of all."""
+    call = trace.program.maker(onward[0]) if onward is not None else None
+    read = sources(call, trace.values, *onward) if call is not None and onward is not None else []
+    own = [source.flat[mark.flatten()[source.flat]] for source in read if source.value == value]
+    return next((int(flats[0]) for flats in own if flats.numel()), int(mark.flatten().int().argmax()))
 
 
 def flipped_weight(trace: Trace, root: Root) -> Root | None:

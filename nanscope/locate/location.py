@@ -16,7 +16,17 @@ from torch import Tensor
 
 from nanscope.locate.backward import walk_gradient, why
 from nanscope.locate.describe import crossing_at, element_at, phase_of
-from nanscope.locate.forward import Birth, Root, bad_sources, first_alike, first_that_counts, flipped_weight, is_intended, walk_back
+from nanscope.locate.forward import (
+    Birth,
+    Root,
+    bad_sources,
+    first_alike,
+    first_that_counts,
+    flipped_weight,
+    is_intended,
+    walk_back,
+    where_it_was_put,
+)
 from nanscope.locate.origin import Crossing, Element, Location
 from nanscope.locate.trace import Trace
 from nanscope.program.calls import Computes
@@ -43,7 +53,9 @@ def locate(trace: Trace) -> Location | None:
 
 def _forward(trace: Trace, flat: int, alike: bool = True) -> Location:
     walked = walk_back(trace, trace.program.output, flat)
-    root = flipped_weight(trace, walked) or (first_that_counts(trace, first_alike(trace, walked)) if alike else walked)
+    root = flipped_weight(trace, walked) or where_it_was_put(
+        trace, first_that_counts(trace, first_alike(trace, walked)) if alike else walked
+    )
     origin = element_at(trace, root.value, root.flat, fed=root.birth is Birth.FED)
     if root.path == walked.path and origin.masked:
         origin = _as_it_came(origin)

@@ -144,6 +144,11 @@ def is_binary(tensor: Tensor) -> bool:
     return bool(((tensor == 0) | (tensor == 1)).all())
 
 
+def is_spoilt(tensor: Tensor) -> bool:
+    """Is an element NaN, or +inf? An −inf is most often a mask."""
+    return tensor.is_floating_point() and bool(tensor.numel()) and not bool((tensor.detach() < math.inf).all())
+
+
 def is_finite(tensor: Tensor) -> Tensor:
     """Return a bool scalar on the tensor's device: true if every element is finite. Reads the memory once, transfers nothing."""
     part = _readable(tensor)

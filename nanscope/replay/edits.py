@@ -86,7 +86,8 @@ Putting = Callable[[Patch, int, Callable[[int], list[Insert]]], Program]
 
 def _masked(patch: Patch, put: Putting, where: str = "") -> Variant | None:
     """Put a mask on the operand of the origin. where: that is, in words, if it is not before the op alone."""
-    mask = next((drop for drop in patch.origin.drops if drop.how in ("mask", "select", "other") and drop.by is not None), None)
+    drops = patch.trace.drops
+    mask = next((one for one in patch.origin.drops if drops.says_which(one) or (one.how == "other" and one.by is not None)), None)
     position = _spoilt(patch)
     behind = patch.origin.call is None or patch.op in SETS  # what is put into a part of it stands there afterwards
     target = patch.origin.value_id if behind else patch.operand(position)

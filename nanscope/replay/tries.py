@@ -26,7 +26,7 @@ from nanscope.locate.twin import absorbed
 from nanscope.plain import frame
 from nanscope.program.by_rows import execute_ends
 from nanscope.program.calls import Computes
-from nanscope.program.numbers import is_finite, largest_in
+from nanscope.program.numbers import is_finite, is_spoilt, largest_in
 from nanscope.program.ops import ADDITIONS
 from nanscope.program.program import Program
 from nanscope.program.run import Run
@@ -357,12 +357,23 @@ class Bench:
         leaf = self.patch.origin.leaf
         if filled and leaf is not None and leaf.diff:
             return HANDED
+        if (handed := self._handed(variant)) is not None:
+            return f"{handed} is bad as before, {NOT_MENDED}"
         bounded = row.id in BOUNDING and not self.snapshot.observation.suspect
         beyond = healthy.beyond(row.largest) if bounded and healthy is not None else 0.0
         if beyond > STEEP:
             return f"leaves a gradient {beyond:.2g} times the usual"
         larger = self._larger(row, healthy) if row.id == "finite_mask_fill" else 0.0
         return f"leaves a loss {larger:.2g} times the usual" if larger > HUGE else ""
+
+    def _handed(self, variant: Variant) -> str | None:
+        """What is called that a model has handed over and that is bad, though nothing of it comes to the loss: a gradient of 0 goes back
+        there. None where all is fine, or where the harm itself came with it."""
+        leaf = self.patch.origin.leaf
+        if leaf is not None and leaf.diff:
+            return None
+        handed = [one.id for one in variant.program.leaves if one.diff and not one.is_of_model and is_spoilt(variant.tensors[one.id])]
+        return self.patch.called(handed[0]) if handed else None
 
     def _larger(self, row: Row, healthy: Healthy | None) -> float:
         """How many times larger than usual a loss is: in the steps before, or of the healthy elements alone; 0 where neither is known."""
@@ -431,6 +442,7 @@ def _failed(variant: Variant, kind: str, why: str) -> Row:
 
 STEEP = 100.0  # times what is usual: with a larger gradient a step does harm, however finite it is
 HUGE = 1e4  # times the usual loss: what was filled in is most of it
+NOT_MENDED = "and the backward of what made it may multiply its 0 by that: a second fault, to be mended there"
 HANDED = "what made it is as bad as before, and its backward may multiply that by 0: mend it there"
 EXACT = 0.1  # a fix of an overflow that was absorbed leaves this part of how far the loss was off
 CALM = 0.01  # with what a cause says to be different, the largest gradient of a spike is at most this part of what it was

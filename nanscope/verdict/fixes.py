@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from nanscope.causes import ADVICE, ADVICE_AGAINST, ADVICE_OF_COMPUTED, CAUSES, OF_A_BATCH, Cause
-from nanscope.program.ops import DIVISIONS, GATHERS, LITERALS, LOG_SOFTMAXES, SETS
+from nanscope.program.ops import DIVISIONS, GATHERS, LITERALS, LOG_SOFTMAXES, WRITES
 from nanscope.snapshot.observation import Observation, Phase, Row
 from nanscope.text import line_in
 from nanscope.verdict.grounds import divisor, of_setting
@@ -54,7 +54,7 @@ def _wanted(seen: Observation, cause: Cause) -> tuple[str, ...]:
     if cause is Cause.BAD_INPUT and of_setting(seen):
         return ("validate_config",)
     if cause is Cause.BAD_INPUT and seen.facts.number:  # no sample has brought it
-        return ("finite_mask_fill", "stable_function") if seen.origin.op in SETS | LITERALS else ("validate_config", "finite_mask_fill")
+        return ("finite_mask_fill", "stable_function") if seen.origin.op in WRITES | LITERALS else ("validate_config", "finite_mask_fill")
     if cause is Cause.INF_MINUS_INF and _over_vocabulary(seen):
         wanted = ("finite_mask_fill", "mask_before_op", "drop_invalid_sample")  # there are no samples to drop
     elif cause is Cause.FULLY_MASKED_SOFTMAX and seen.facts.whole and math.prod(seen.origin.shape[:-1]) > 1:

@@ -17,7 +17,7 @@ from nanscope.locate.observe import observe
 from nanscope.locate.origin import Location
 from nanscope.locate.trace import Trace
 from nanscope.program.calls import Computes, Leaf, refs
-from nanscope.program.numbers import same_bits, tensor_bytes
+from nanscope.program.numbers import is_spoilt, same_bits, tensor_bytes
 from nanscope.program.ops import flow_of
 from nanscope.program.program import Program
 from nanscope.program.run import Run
@@ -78,7 +78,8 @@ def _holds(location: Location, whole: Trace, program: Program, tensors: Mapping[
     """Can a program of which parts were cut away be run as the whole one can, under changes of its origin, too?"""
     cut = {leaf.id for leaf in program.leaves if leaf.origin == "cut"}
     behind = location.origin.value_id in _behind(whole.program, cut)
-    return not behind and _same_origin(location, program, tensors) and not _loses_a_form(location, whole, program, tensors)
+    spoilt = any(leaf.diff and leaf.id in cut and is_spoilt(tensors[leaf.id]) for leaf in program.leaves)  # by what its backward may undo
+    return not (behind or spoilt) and _same_origin(location, program, tensors) and not _loses_a_form(location, whole, program, tensors)
 
 
 def _loses_a_form(location: Location, whole: Trace, program: Program, tensors: Mapping[int, Tensor]) -> bool:
