@@ -137,7 +137,11 @@ CAUSES: dict[Cause, CauseInfo] = {
     Cause.POISONED_WEIGHTS: CauseInfo("a weight is non-finite, and no loss of this step made it so", ("fix_upstream",)),
     Cause.HW_BITFLIP: CauseInfo("a flipped bit in a weight", ("fix_upstream",)),
     Cause.INF_GRAD_NORM_CLIP: CauseInfo("clipping by a non-finite norm damages healthy gradients", ("skip_bad_step", "clamp_input")),
-    Cause.ALLREDUCE_NAN: CauseInfo("a NaN of one rank reached all of them", ("fix_upstream",)),
+    Cause.ALLREDUCE_NAN: CauseInfo(
+        "a NaN of one rank reached all of them",
+        ("fix_upstream",),
+        ("an infinity of one rank, or of the sum of what all gave, reached all of them",),
+    ),
     Cause.UNKNOWN: CauseInfo("no rule names this", ()),
 }
 

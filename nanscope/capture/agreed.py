@@ -47,6 +47,17 @@ def exchanged(operator: Operator, args: tuple[Any, ...]) -> list[Tensor]:
     return [] if exchange(operator) is None else tensors_of(args[:1])
 
 
+IN_PLACE = frozenset({"allreduce_", "allreduce_coalesced_", "reduce_", "broadcast_"})
+
+
+def given(operator: Operator, args: tuple[Any, ...]) -> list[Tensor]:
+    """Return what this rank gives to such a call: what it writes to, of a broadcast only if it is this rank's, or else what follows."""
+    name = base_name(operator.overload)
+    if name not in IN_PLACE:
+        return tensors_of(args[1:])
+    return [] if name == "broadcast_" and _rank(args) not in (-1, args[2]) else tensors_of(args[:1])
+
+
 class Agreed:
     """norms: scalars, taken of gradients, that all ranks of the run have reduced; they stay on their device until somebody asks."""
 
@@ -109,8 +120,19 @@ def _world() -> int:
 
 def _size(args: tuple[Any, ...]) -> int:
     """How many ranks take part, 0 where that cannot be told."""
+    group = _group(args)
+    return 0 if group is None else int(group.size())
+
+
+def _rank(args: tuple[Any, ...]) -> int:
+    """Which of them this one is, -1 where that cannot be told."""
+    group = _group(args)
+    return -1 if group is None else int(group.rank())
+
+
+def _group(args: tuple[Any, ...]) -> Any:
     for arg in args:
         if isinstance(arg, torch.ScriptObject):
             with contextlib.suppress(RuntimeError, AttributeError):  # it is something else
-                return int(torch.distributed.ProcessGroup.unbox(arg).size())
-    return 0
+                return torch.distributed.ProcessGroup.unbox(arg)
+    return None

@@ -90,14 +90,25 @@ class Taken:
 
 
 @dataclass(frozen=True, slots=True)
+class Held:
+    """An argument of a call. value: its number; content, writes: as it was, and how often it had been written to. computed: by calls."""
+
+    value: int
+    content: Tensor
+    writes: int
+    computed: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Opaque:
     """A call that cannot be made again. read: ids of its arguments, where they are known. place: where in the trainer's code. exchange:
-    with it ranks have handed numbers to each other."""
+    with it ranks have handed numbers to each other. held: what it was given, if that is small."""
 
     op: str
     read: tuple[int, ...]
     place: tuple[CodeType | None, int]
     exchange: bool = False
+    held: tuple[Held, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

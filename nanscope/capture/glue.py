@@ -16,13 +16,15 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from nanscope.capture.entries import Value
+from nanscope.capture.entries import Opaque, Value
 from nanscope.capture.modules import KEPT_BYTES, Address, ModuleCall, place_of, tensors_in, version_of
 from nanscope.capture.tape import Tape
-from nanscope.program.calls import Call, Ref
+from nanscope.program.calls import Call, Leaf, Ref
 from nanscope.program.local import local
 from nanscope.program.numbers import is_finite, tensor_bytes
 from nanscope.program.program import Program, join
+
+DEEP = 4  # calls, one behind the other, that are gone back over
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +80,34 @@ def glue_within(tape: Tape, tensors: Iterable[Tensor]) -> dict[Address, Glue]:
     return found
 
 
-def glue_behind(tape: Tape, leaf: int) -> tuple[Glue, ...]:
-    """Return what led to the arguments of the call that a leaf came out of, and that cannot be made again; nothing if that is not known."""
-    call = tape.leaves.opaque.get(leaf)
-    read = [value for one in dict.fromkeys(call.read) if (value := tape.values.get(one)) is not None] if call is not None else []
-    return tuple(glue for value in read if (glue := _made(tape, value, value.key[:4])) is not None)
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """A call that cannot be made again, and what led to its arguments. whole: to all of them, as far as they are numbers. deeper: of what
+    these came out of, in turn, by the leaf that stands for it."""
+
+    call: Opaque
+    given: tuple[Glue, ...]
+    whole: bool
+    deeper: Mapping[int, Behind]
+
+
+def behind(tape: Tape, leaf: int, depth: int = 0) -> Behind:
+    """Return what led to the call that a leaf came out of."""
+    call, whole, given, deeper = tape.leaves.opaque[leaf], True, list[Glue](), dict[int, Behind]()
+    held = {one.value: one for one in call.held if version_of(one.content) == one.writes}
+    for one in dict.fromkeys(call.read):
+        value = tape.values.get(one)
+        glue = None if value is None else _made(tape, value, value.key[:4])
+        if glue is None and one in held:
+            content, origin = held[one].content, "cut" if held[one].computed else "data"
+            program = Program((Leaf(one, None, origin, False),), (), one)
+            glue = Glue(place_of(content), program, {one: content}, {one: place_of(content)}, False)
+        whole &= glue is not None
+        given += [] if glue is None else [glue]
+        for further in () if glue is None or depth == DEEP else glue.program.leaves:
+            if further.id in tape.leaves.opaque and further.id not in deeper:
+                deeper[further.id] = behind(tape, further.id, depth + 1)
+    return Behind(call, tuple(given), whole, deeper)
 
 
 def opened(tape: Tape, value: Value) -> tuple[Program, dict[int, Tensor]]:

@@ -65,7 +65,7 @@ class Leaves:
             value.place = call.place
         if derived is not None:
             self._differentiated.read[value.id] = derived
-        if call is not None and call.read:
+        if call is not None and (call.read or call.exchange):
             self.opaque[value.id] = call
         return value
 

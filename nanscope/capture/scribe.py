@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from nanscope.capture import raw
-from nanscope.capture.agreed import Agreed, exchange, exchanged
+from nanscope.capture.agreed import Agreed, exchange, exchanged, given
 from nanscope.capture.clipping import Clipping
-from nanscope.capture.entries import PLAIN, Noted, Opaque, Operator, Unseen, Value, history_of, tensors_of
+from nanscope.capture.entries import PLAIN, Held, Noted, Opaque, Operator, Unseen, Value, history_of, tensors_of
 from nanscope.capture.jagged import Jagged
 from nanscope.capture.layout import is_dense, is_turned
 from nanscope.capture.leaves import Leaves
-from nanscope.capture.log import Log
+from nanscope.capture.log import LITERAL, REMEMBERED, Log
 from nanscope.capture.modules import version_of
 from nanscope.capture.opaques import Opaques
 from nanscope.capture.raw import EACH, RawCall, Seen, each
@@ -28,7 +28,7 @@ from nanscope.program.attention import drops_out
 from nanscope.program.calls import Arg, Call, Ref
 from nanscope.program.local import is_plain, local, memory_of, refuses
 from nanscope.program.numbers import same_bits
-from nanscope.program.ops import ATTENTIONS, DATA_FACTORIES, UNWRITTEN_FACTORIES, flow_of
+from nanscope.program.ops import ATTENTIONS, DATA_FACTORIES, UNWRITTEN_FACTORIES, base_name, flow_of
 from nanscope.program.perform import perform
 from nanscope.program.safety import bound
 
@@ -55,6 +55,7 @@ class Scribe:
         self._known, self._log, self._callers, self._writes = known, log, callers, writes
         self._leaves, self._opaques, self._jagged = leaves, opaques, jagged
         self._clipping, self._agreed = clipping, agreed
+        self._given: tuple[tuple[int, ...], tuple[Held, ...]] = (), ()  # what this rank gives to the others just now
 
     def write(self, note: RawCall) -> None:
         """Write down a call that has waited."""
@@ -116,17 +117,38 @@ class Scribe:
         arg = self._arg
         return tuple([arg(a) for a in args]), tuple([(k, arg(v)) for k, v in kwargs.items()]) if kwargs else ()
 
-    def rest(self, args: tuple[Any, ...], kwargs: dict[str, Any], written: Sequence[Tensor] = ()) -> None:
-        """Of a call that no program holds, because of one argument: what else it reads. written: what it is about to write to with
-        what ranks hand to each other."""
+    def rest(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Of a call that no program holds, because of one argument: what else it reads."""
         self._log.read.clear()
         for tensor in tensors_of((args, tuple(kwargs.values()))):
             with contextlib.suppress(Unseen):
                 self._arg(tensor)
-        for tensor in written:
-            value = self._known.find(tensor) if is_plain(tensor) else None
-            if value is not None and value.bytes <= STATISTICS:
-                self._writes.before(value, tensor, turns=False)
+
+    def before_exchange(self, operator: Operator, args: tuple[Any, ...]) -> None:
+        """Ranks are about to hand numbers to each other: keep what this one gives, where that will be gone. Follows `rest`."""
+        read, held = list[int](), list[Held]()
+        written = exchanged(operator, args)
+        for tensor in given(operator, args) or filter(self._was_exchanged, written):
+            value = self._known.find(tensor) if is_plain(tensor) and tensor.is_floating_point() else None
+            if value is None:
+                continue
+            read.append(value.id)
+            destroyed = any(tensor is one for one in written)
+            if value.bytes <= (STATISTICS if destroyed else REMEMBERED):
+                content = tensor.detach().clone() if destroyed else tensor.detach()
+                held.append(Held(value.id, content, version_of(content), self._is_computed(value)))
+        self._given = tuple(read), tuple(held)
+
+    def _was_exchanged(self, tensor: Tensor) -> bool:
+        """Is it what an earlier such call has written, as where a reduction to one rank is broadcast?"""
+        value = self._known.find(tensor) if is_plain(tensor) else None
+        known = None if value is None else self._leaves.opaque.get(value.id)
+        return known is not None and known.exchange
+
+    def _is_computed(self, value: Value) -> bool:
+        """Have calls made it, and is it no data that became a tensor?"""
+        made = self._log.entries.get(self._known.made_by.get(value.id, -1))
+        return value.leaf is None and (made is None or base_name(made.op) != LITERAL)
 
     def _arg(self, arg: Any) -> Arg:
         if isinstance(arg, Tensor):
@@ -176,7 +198,8 @@ class Scribe:
             self._known.unfind(tensors_of((args, result)))
             self._clipping.wrote()
             self._agreed.collective(operator, args, bool(self._clipping.norms))
-            of = Opaque(exchange(operator) or "", tuple(self._log.read), self._place(), exchange=True)
+            read, held = self._given
+            of = Opaque(exchange(operator) or "", read, self._place(), exchange=True, held=held)
             for item in exchanged(operator, args):
                 if is_plain(item) and item.is_floating_point():
                     self._opaques.note(item, of)

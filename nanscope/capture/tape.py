@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from nanscope.capture.account import Balance
-from nanscope.capture.agreed import Agreed, exchanged
+from nanscope.capture.agreed import Agreed, exchange
 from nanscope.capture.before import Before
 from nanscope.capture.chains import Chains
 from nanscope.capture.clipping import Clipping
@@ -300,7 +300,9 @@ class Tape:
                     self._writes.before(target, args[0], operator.turns)
             except Unseen:
                 self._keywords = bool(kwargs)
-                self._scribe.rest(args, kwargs, exchanged(operator, args))
+                self._scribe.rest(args, kwargs)
+                if exchange(operator) is not None:
+                    self._scribe.before_exchange(operator, args)
                 return operator, None, None
             return operator, noted, target
 

@@ -166,7 +166,8 @@ def clamp_exponent(patch: Patch, bound: float | None = None) -> Variant | None:
     rest = usual(patch, position) if bound is None and not position else None
     if rest is not None:
         return _clamp_spike(patch, float(rest.max()))
-    bound = CLAMP if bound is None else bound
+    fits = math.floor(math.log(torch.finfo(patch.values[patch.origin.value_id].dtype).max)) - 1  # of half precision less than usual
+    bound = min(CLAMP, float(fits)) if bound is None else bound
     label = f"clamp {patch.called(patch.operand(position))} to ±{bound:g} before {patch.acting}"
     return Variant("clamp_exponent", label, before(patch, position, [("aten.clamp.default", (Ref(-1), -bound, bound))]), patch.tensors)
 

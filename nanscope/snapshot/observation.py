@@ -66,6 +66,7 @@ class Came(StrEnum):
     """How a bad step came to a rank."""
 
     MADE = "made"  # here
+    EXCHANGED = "exchange"  # by what ranks put together for the loss
     REDUCED = "all-reduce"  # by a gradient that another rank made
     SCATTERED = "reduce-scatter"  # by that of a shard of which this rank holds the weight
     SENT = "sent"  # by the stage before or after, in a pipeline
@@ -75,7 +76,7 @@ class Came(StrEnum):
     @property
     def arrived(self) -> bool:
         """Is it another rank's?"""
-        return self in (Came.REDUCED, Came.SCATTERED, Came.SENT)
+        return self in (Came.EXCHANGED, Came.REDUCED, Came.SCATTERED, Came.SENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,6 +340,8 @@ class Observation:
         if self.kind is Kind.ARRIVED:
             if self.origin.op in (HANDED, RECEIVED):
                 return Came.SENT
+            if self.exchanged:
+                return Came.EXCHANGED
             return Came.SCATTERED if self.origin.op == SPREAD and self.origin.sharded else Came.REDUCED
         if self.phase is Phase.WEIGHTS:
             return Came.WEIGHTS

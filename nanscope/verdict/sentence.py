@@ -93,6 +93,7 @@ def _is_spike(seen: Observation) -> bool:
 
 
 _VARIETIES: dict[Cause, tuple[Callable[[Observation], bool], ...]] = {
+    Cause.ALLREDUCE_NAN: (lambda seen: seen.exchanged and math.isinf(seen.origin.value),),
     Cause.LOG_ZERO: (
         lambda seen: not seen.facts.degenerate and logarithm_of(seen) < 0,
         lambda seen: not seen.facts.degenerate and logarithm_of(seen) > 0,
@@ -190,7 +191,8 @@ def _came_in(seen: Observation) -> str:
     p = seen.origin
     source = f". {seen.source.rstrip('.')}" if seen.source.rstrip(".") else ""
     if seen.exchanged:
-        own = f"{p.op} at {_where(p.file, p.line)}, to which this rank gave finite numbers"
+        gave = "by which another rank gave it" if p.op in FROM_ONE else "to which this rank gave finite numbers"
+        own = f"{p.op} at {_where(p.file, p.line)}, {gave}"
         return f"{p.variable or 'a tensor'} came as {number(p.value)}{_at(p)} out of {own}{source}"
     if p.op == RECEIVED:
         return f"what another rank sent to this one came in as {number(p.value)}{_at(p)}{source}"
@@ -206,6 +208,7 @@ def _came_in(seen: Observation) -> str:
     return f"{name} came in as {number(p.value)}{_at(p)}{extent}{_inside(p)}, {'allocated' if allocated else 'read'} at {where}"
 
 
+FROM_ONE = ("broadcast", "scatter")  # of the ranks
 _OF_A_BATCH = {Role.OLD_LOG_PROBS, Role.REF_LOG_PROBS, Role.ROLLOUT_LOG_PROBS, Role.ADVANTAGES, Role.REWARDS}
 
 

@@ -59,6 +59,7 @@ class RankGroup:
 
 _CAME = {
     Came.MADE: "made there",
+    Came.EXCHANGED: "by what ranks put together for the loss",
     Came.REDUCED: "by all-reduce",
     Came.SCATTERED: "by reduce-scatter",
     Came.SENT: "sent by another stage",
@@ -155,7 +156,8 @@ def _standing(one: BadStep, first: BadStep, follows: bool) -> Standing:
 
 
 _CLOSENESS = {
-    came: number for number, came in enumerate((Came.MADE, Came.MODEL, Came.WEIGHTS, Came.REDUCED, Came.SCATTERED, Came.SENT))
+    came: number
+    for number, came in enumerate((Came.MADE, Came.MODEL, Came.WEIGHTS, Came.EXCHANGED, Came.REDUCED, Came.SCATTERED, Came.SENT))
 }  # to who made it
 
 

@@ -18,6 +18,7 @@ from nanscope.capture.alone import NotIsolated, alone
 from nanscope.capture.custom import Backward
 from nanscope.capture.differentiated import Part
 from nanscope.capture.follow import Made, kinds_of
+from nanscope.capture.glue import Behind
 from nanscope.capture.modules import ModuleWatch, place_of, tensors_in
 from nanscope.capture.rerun import Apart, Reruns
 from nanscope.capture.source import site_of
@@ -540,25 +541,44 @@ def _made_inside(trace: Trace, location: Location, again: Callable[[], Look | No
 
 def _behind(recording: Recording, first: Look) -> Look | None:
     """Of what came bad out of a call that cannot be made again: what was bad of its arguments, and where that came from, or that none was,
-    and the call itself has made it. None if they are not known, or come out of a model."""
-    leaf = first.location.origin.leaf if first.location is not None else None
-    behind = recording.opaque.get(leaf.id) if leaf is not None else None
-    if behind is None or leaf is None or first.location is None or not behind.given:
-        return None
+    and the call itself has made it, or another rank. None if they are not known, or come out of a model."""
+    origin = first.location.origin if first.location is not None else None
+    behind = recording.opaque.get(origin.leaf.id) if origin is not None and origin.leaf is not None else None
+    return None if origin is None or behind is None else _through(behind, origin, recording.tensors[origin.value_id])
+
+
+def _through(behind: Behind, origin: Element, tensor: Tensor) -> Look | None:
+    """origin: what came out of the call, a tensor."""
     code, lasti = behind.call.place
     site = None if code is None else site_of(code, lasti)
     for glue in behind.given:
         own = glue.program.leaf(glue.program.output)
-        if own is not None and first_nonfinite(glue.tensors[own.id]) is not None:
-            return None if own.origin == "module" else _came(glue.tensors[own.id], site, "", "" if own.origin == "data" else own.origin)
+        if own is not None and (flat := first_nonfinite(glue.tensors[own.id])) is not None:
+            if own.id in behind.deeper:
+                return _through(behind.deeper[own.id], replace(origin, flat=flat, variable=None), glue.tensors[own.id])
+            if own.origin == "module":
+                return None
+            came = _came(glue.tensors[own.id], site, "", "" if own.origin == "data" else own.origin)
+            return came if not behind.call.exchange or site is None or len(site.args) != 2 else _called(came, site.args[1])
         look = walked(replace(glue.program, computes=Computes.ACTIVATION), dict(glue.tensors)) if own is None else None
         if look is not None and look.location is not None:
+            inner = look.location.origin
+            if inner.leaf is not None and inner.leaf.id in behind.deeper:
+                return _through(behind.deeper[inner.leaf.id], inner, glue.tensors[inner.leaf.id])
             return told(_read_at(look, look.location, site)) if is_settled(look.location) else None
-    tensor = recording.tensors[leaf.id]
-    phase, name = (Phase.INPUT, first.location.origin.variable) if behind.call.exchange else (Phase.FORWARD, None)
-    seen = observe_made(behind.call.op, tensor, first.location.origin.flat, site, "", phase, name)
-    seen = replace(seen, kind=Kind.ARRIVED) if behind.call.exchange else seen
-    return only_seen(replace(seen, origin=replace(seen.origin, role=first.location.origin.role, masked=first.location.origin.masked)))
+    exchange = behind.call.exchange
+    if not (behind.given or exchange) or (exchange and not behind.whole):
+        return None
+    name = (origin.variable or (site.args[0] if site is not None and site.args else None)) if exchange else None
+    seen = observe_made(behind.call.op, tensor, origin.flat, site, "", Phase.INPUT if exchange else Phase.FORWARD, name)
+    seen = replace(seen, kind=Kind.ARRIVED) if exchange else seen
+    return only_seen(replace(seen, origin=replace(seen.origin, role=origin.role, masked=origin.masked)))
+
+
+def _called(look: Look, name: str) -> Look:
+    """What was seen, under the name that it has where a collective was given what it writes to, and this."""
+    seen = look.seen
+    return look if seen is None else only_seen(replace(seen, origin=replace(seen.origin, variable=name)))
 
 
 def _read_at(look: Look, location: Location, site: Site | None) -> Look:

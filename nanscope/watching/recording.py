@@ -15,11 +15,11 @@ from nanscope.capture.account import Balance, Holding
 from nanscope.capture.custom import Backward
 from nanscope.capture.depth import Heard
 from nanscope.capture.differentiated import Part
-from nanscope.capture.entries import Opaque, Taken
+from nanscope.capture.entries import Taken
 from nanscope.capture.failsafe import Failsafe
 from nanscope.capture.feeding import feeding
 from nanscope.capture.gauge import Gauged
-from nanscope.capture.glue import Glue, glue_before, glue_behind, glue_within
+from nanscope.capture.glue import Behind, Glue, behind, glue_before, glue_within
 from nanscope.capture.hooks import Hook, hooks_of
 from nanscope.capture.modules import Address, ModuleCall, place_of, tensors_in
 from nanscope.capture.parts import Parts
@@ -44,14 +44,6 @@ def finite_batch(recording: Recording) -> list[Tensor]:
         return []
     parts = [recording.taken[name].content() for name, _ in found[0].tensors if name in recording.taken]
     return [is_finite(part) for part in parts if part is not None and part.is_floating_point()]
-
-
-@dataclass(frozen=True, slots=True)
-class Behind:
-    """A call that cannot be made again, and what led to its arguments."""
-
-    call: Opaque
-    given: tuple[Glue, ...]
 
 
 HIDDEN = -1  # stands among the leaves for what a kernel was given of the model
@@ -210,7 +202,7 @@ class Recording:
         self.made_within = glue_within(tape, (*self._of_functions(), *self._begun()))
         self.numbers = tuple(tape.numbers)
         leaves = [leaf.id for leaf in self.program.leaves if leaf.id in tape.leaves.opaque] if self.program is not None else []
-        self.opaque = {leaf: Behind(tape.leaves.opaque[leaf], glue_behind(tape, leaf)) for leaf in leaves}
+        self.opaque = {leaf: behind(tape, leaf) for leaf in leaves}
 
     def look_at_seeds(self, tape: Tape) -> None:
         """Take from the tape what made a gradient that backward is given to begin with, and that may be bad: the trainer's code may have
