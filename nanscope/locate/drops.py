@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -24,6 +24,7 @@ from nanscope.program.ops import (
     ALL_SOFTMAXES,
     CHOICES,
     CLAMPS,
+    COMPARISONS,
     DIFFERENCES,
     EXTREMA,
     NEGATIONS,
@@ -466,6 +467,8 @@ class Drops:
             meets = bool(inputs & beside)
             if meets and flow_of(call.op) is Flow.POINTWISE:
                 beside |= {out for out in call.outs if out is not None and self.run.values[out].shape == self.run.values[value].shape}
+            if meets and (chosen := self._chosen_out(call, beside, tuple(index), value)) is not None:
+                return Drop(position, "select", chosen, self._selector_name(call))
             if call.name != "mul" or not (meets or before & set(call.outs)):
                 continue
             for mask in inputs - beside:
@@ -478,6 +481,27 @@ class Drops:
                 if bool((inside == 0).all()) and bool((tensor != 0).any()):
                     return Drop(position, "mask", mask, self.names.name(mask), before=rows)
         return self._contracted(value, flat)
+
+    def _chosen_out(self, call: Call, beside: Set[int], index: tuple[int, ...], value: int) -> int | None:
+        """The mask by which a choice takes another number than that of an element, None if none does. beside: values of which each element
+        comes from the same position of the one that it is of."""
+        if call.name not in ("where", "masked_fill") or len(call.args) < 2:
+            return None
+        mask = call.args[0 if call.name == "where" else 1]
+        ours = call.args[1 if call.name == "where" else 0]
+        if not (isinstance(mask, Ref) and isinstance(ours, Ref) and ours.id in beside and self._asks_a_mask(mask.id)):
+            return None
+        tensor = self.run.values[mask.id]
+        if tensor.shape != self.run.values[value].shape or bool(tensor.flatten().eq(tensor.flatten()[0]).all()):
+            return None
+        taken = bool(tensor[(*index, *(0,) * (tensor.dim() - len(index)))]) == (call.name == "where")
+        return None if taken else self._selector(call)
+
+    def _asks_a_mask(self, value: int) -> bool:
+        """Is it a mask, or whether one is 0?"""
+        made = self.program.maker(value)
+        asks = made is not None and made.name in COMPARISONS | NEGATIONS
+        return self.names.says_mask(value) or (asks and made is not None and any(map(self.names.says_mask, made.inputs())))
 
     def _contracted(self, value: int, flat: int) -> Drop | None:
         """The element is weighed by a mask in a matrix product (`einsum("bt,bt->", ratio, mask)`)."""
