@@ -91,12 +91,14 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """An argument of a call. value: its number; content, writes: as it was, and how often it had been written to. computed: by calls."""
+    """An argument of a call. value: its number; content, writes: as it was, and how often it had been written to. computed: by calls. of:
+    that by which ranks had handed it to each other before."""
 
     value: int
     content: Tensor
     writes: int
     computed: bool
+    of: Opaque | None
 
 
 @dataclass(frozen=True, slots=True)

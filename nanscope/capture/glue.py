@@ -91,10 +91,11 @@ class Behind:
     deeper: Mapping[int, Behind]
 
 
-def behind(tape: Tape, leaf: int, depth: int = 0) -> Behind:
-    """Return what led to the call that a leaf came out of."""
-    call, whole, given, deeper = tape.leaves.opaque[leaf], True, list[Glue](), dict[int, Behind]()
+def behind(tape: Tape, call: Opaque, depth: int = 0) -> Behind:
+    """Return what led to a call, as far as that is known."""
+    whole, given, deeper = True, list[Glue](), dict[int, Behind]()
     held = {one.value: one for one in call.held if version_of(one.content) == one.writes}
+    before = {value: one.of for value, one in held.items() if one.of is not None} | tape.leaves.opaque
     for one in dict.fromkeys(call.read):
         value = tape.values.get(one)
         glue = None if value is None else _made(tape, value, value.key[:4])
@@ -104,9 +105,9 @@ def behind(tape: Tape, leaf: int, depth: int = 0) -> Behind:
             glue = Glue(place_of(content), program, {one: content}, {one: place_of(content)}, False)
         whole &= glue is not None
         given += [] if glue is None else [glue]
-        for further in () if glue is None or depth == DEEP else glue.program.leaves:
-            if further.id in tape.leaves.opaque and further.id not in deeper:
-                deeper[further.id] = behind(tape, further.id, depth + 1)
+        for leaf in () if glue is None or depth == DEEP else glue.program.leaves:
+            if leaf.id in before and leaf.id not in deeper:
+                deeper[leaf.id] = behind(tape, before[leaf.id], depth + 1)
     return Behind(call, tuple(given), whole, deeper)
 
 

@@ -136,7 +136,7 @@ class Scribe:
             destroyed = any(tensor is one for one in written)
             if value.bytes <= (STATISTICS if destroyed else REMEMBERED):
                 content = tensor.detach().clone() if destroyed else tensor.detach()
-                held.append(Held(value.id, content, version_of(content), self._is_computed(value)))
+                held.append(Held(value.id, content, version_of(content), self._is_computed(value), self._leaves.opaque.get(value.id)))
         self._given = tuple(read), tuple(held)
 
     def _was_exchanged(self, tensor: Tensor) -> bool:

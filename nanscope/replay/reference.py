@@ -13,9 +13,9 @@ from torch import Tensor
 
 from nanscope.errors import NanscopeError
 from nanscope.program.by_rows import elements_at_once, execute_ends
-from nanscope.program.calls import Computes
+from nanscope.program.calls import Computes, Ref
 from nanscope.program.numbers import is_finite, largest_in
-from nanscope.program.ops import ADDITIONS, INSIDE, NEEDS_MORE_THAN_ZERO
+from nanscope.program.ops import ADDITIONS, DIVISIONS, INSIDE, LOGARITHMS, NEEDS_MORE_THAN_ZERO
 from nanscope.program.program import Program
 from nanscope.program.run import Run
 from nanscope.replay.further import ROUNDS, following
@@ -101,13 +101,10 @@ class Healthy:
         came = joined(touched(one, _neutral(one), alike) for one in faults)
         if spared is None:
             return None if exact is None else Healthy.as_computed(exact, _outside(came, exact))
-        other = exact if exact is not None else spared.shifted(patch)
         same = {value: torch.isfinite(grad) for value, grad in spared.grads.items()}
-        for value, wanted in (other or {}).items():
-            grad, scale = spared.grads[value], _largest(spared.grads[value], same[value])
-            for part, mask, own in zip(_parts(grad), _parts(same[value]), _parts(wanted), strict=True):
-                mask &= torch.isclose(own, part, rtol=SAME, atol=SAME * SAME * scale)
-        del other
+        _keep_the_same(same, spared.grads, exact if exact is not None else spared.shifted(patch, SHIFT))
+        if exact is None and _outweighs(patch):
+            _keep_the_same(same, spared.grads, spared.shifted(patch, LARGE), finite=True)
         sizes = {value: largest_in(grad) for value, grad in spared.grads.items() if grad.numel()}
         outside = _outside(came, same)
         masks = {value: mask & outside[value] for value, mask in same.items()}
@@ -214,9 +211,9 @@ class _Spared:
                 break
         return found
 
-    def shifted(self, patch: Patch) -> dict[int, Tensor] | None:
+    def shifted(self, patch: Patch, shift: float) -> dict[int, Tensor] | None:
         """The gradients with other numbers in the place of the offending elements."""
-        variants = [variant for _, variant in islice(_repairs(patch, SHIFT, self.alike), len(self.faults))]
+        variants = [variant for _, variant in islice(_repairs(patch, shift, self.alike), len(self.faults))]
         return _gradients(variants[-1], torch.float64) if len(variants) == len(self.faults) else None
 
 
@@ -234,6 +231,33 @@ def _repairs(patch: Patch, shift: float, alike: bool) -> Iterator[tuple[Patch, V
 
 
 SHIFT = 0.5  # any number that is not 0
+LARGE = 1e30  # one beside which the others of its row come to nothing
+
+
+def _keep_the_same(
+    same: Mapping[int, Tensor], grads: Mapping[int, Tensor], other: Mapping[int, Tensor] | None, finite: bool = False
+) -> None:
+    """Take out of some masks where gradients are others. finite: only where they are that."""
+    for value, wanted in (other or {}).items():
+        scale = _largest(grads[value], same[value])
+        for part, mask, own in zip(_parts(grads[value]), _parts(same[value]), _parts(wanted), strict=True):
+            alike = torch.isclose(own, part, rtol=SAME, atol=SAME * SAME * scale)
+            mask &= alike | ~torch.isfinite(own) if finite else alike
+
+
+def _outweighs(patch: Patch) -> bool:
+    """May what the origin makes leave nothing of the others of its row: is a logarithm taken of what comes of it, or something divided by
+    that?"""
+    reached = {patch.origin.value_id}
+    for call in patch.program.calls[(patch.origin.call or 0) + 1 :]:
+        if reached.isdisjoint(call.inputs()):
+            continue
+        position = 0 if call.name in LOGARITHMS else DIVISIONS.get(call.name)
+        argument = None if position is None or position >= len(call.args) else call.args[position]
+        if isinstance(argument, Ref) and argument.id in reached:
+            return True
+        reached.update(out for out in call.outs if out is not None)
+    return False
 
 
 def _tell(grads: Mapping[int, Tensor], masks: Mapping[int, Tensor]) -> bool:

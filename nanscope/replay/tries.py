@@ -359,8 +359,8 @@ class Bench:
             return HANDED
         if (handed := self._handed(variant)) is not None:
             return f"{handed} is bad as before, {NOT_MENDED}"
-        kept = row.id in BOUNDING | {"upcast_fp32"} and not self.snapshot.observation.suspect  # the element stays in the loss
-        beyond = healthy.beyond(row.largest) if kept and healthy is not None else 0.0
+        bounded = row.id in BOUNDING and not self.snapshot.observation.suspect
+        beyond = healthy.beyond(row.largest) if bounded and healthy is not None else 0.0
         if beyond > STEEP:
             return f"leaves a gradient {beyond:.2g} times the usual"
         larger = self._larger(row, healthy) if row.id == "finite_mask_fill" else 0.0

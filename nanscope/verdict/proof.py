@@ -23,7 +23,7 @@ from nanscope.replay.edits import FILL_IN, MOVE_OFF
 from nanscope.replay.patch import Variant, held_still
 from nanscope.replay.reference import Healthy, results
 from nanscope.replay.refill import offending
-from nanscope.replay.tries import Bench
+from nanscope.replay.tries import STEEP, Bench
 from nanscope.snapshot.observation import Row
 from nanscope.snapshot.step import Snapshot
 from nanscope.text import is_exact
@@ -104,6 +104,8 @@ def _proven(bench: Bench, row: Row, variant: Variant) -> dict[int, Tensor] | Non
     if row.distortion is None:  # no element is healthy: then all of them lose their part, or the edit makes one up
         return grads if not any(bool(grad.any()) for grad in grads.values()) else None
     healthy = bench.healthy
+    if healthy is not None and healthy.beyond(row.largest) > STEEP:  # as it is, say, without half precision: finite, and ruinous
+        return None
     if healthy is None or not (is_exact(row.distortion) or is_exact(_distortion(healthy, variant))):
         return None
     if variant.id not in FILL_IN:

@@ -559,7 +559,8 @@ def _through(behind: Behind, origin: Element, tensor: Tensor) -> Look | None:
             if own.origin == "module":
                 return None
             came = _came(glue.tensors[own.id], site, "", "" if own.origin == "data" else own.origin)
-            return came if not behind.call.exchange or site is None or len(site.args) != 2 else _called(came, site.args[1])
+            words = site.args[1] if behind.call.exchange and site is not None and len(site.args) == 2 else ""
+            return _called(came, words) if words.isidentifier() else came
         look = walked(replace(glue.program, computes=Computes.ACTIVATION), dict(glue.tensors)) if own is None else None
         if look is not None and look.location is not None:
             inner = look.location.origin

@@ -202,7 +202,7 @@ class Recording:
         self.made_within = glue_within(tape, (*self._of_functions(), *self._begun()))
         self.numbers = tuple(tape.numbers)
         leaves = [leaf.id for leaf in self.program.leaves if leaf.id in tape.leaves.opaque] if self.program is not None else []
-        self.opaque = {leaf: behind(tape, leaf) for leaf in leaves}
+        self.opaque = {leaf: behind(tape, tape.leaves.opaque[leaf]) for leaf in leaves}
 
     def look_at_seeds(self, tape: Tape) -> None:
         """Take from the tape what made a gradient that backward is given to begin with, and that may be bad: the trainer's code may have
