@@ -104,7 +104,8 @@ def _proven(bench: Bench, row: Row, variant: Variant) -> dict[int, Tensor] | Non
     if row.distortion is None:  # no element is healthy: then all of them lose their part, or the edit makes one up
         return grads if not any(bool(grad.any()) for grad in grads.values()) else None
     healthy = bench.healthy
-    if healthy is not None and healthy.beyond(row.largest) > STEEP:  # as it is, say, without half precision: finite, and ruinous
+    largest = max((float(grad.abs().max()) for grad in grads.values() if grad.numel()), default=0.0)
+    if healthy is not None and healthy.beyond(largest) > STEEP:  # as it is, say, without half precision: finite, and ruinous
         return None
     if healthy is None or not (is_exact(row.distortion) or is_exact(_distortion(healthy, variant))):
         return None
