@@ -70,6 +70,7 @@ CAUSES: dict[Cause, CauseInfo] = {
         "a masked token overflows, and the mask multiplies inf by 0",
         ("mask_before_op", "clamp_exponent", "finite_mask_fill"),
         (
+            "a masked token came in infinite, and the backward pass multiplies inf by 0",
             "a masked token came in infinite, and the mask multiplies inf by 0",
             "a mask is multiplied by an infinity of the code, and where it is 0 that is NaN",
         ),

@@ -99,7 +99,11 @@ _VARIETIES: dict[Cause, tuple[Callable[[Observation], bool], ...]] = {
         lambda seen: not seen.facts.degenerate and logarithm_of(seen) > 0,
         lambda seen: seen.facts.degenerate,
     ),
-    Cause.INF_TIMES_ZERO_MASK: (lambda seen: seen.phase is Phase.INPUT, lambda seen: seen.facts.number and seen.origin.op in PRODUCTS),
+    Cause.INF_TIMES_ZERO_MASK: (
+        lambda seen: seen.phase is Phase.INPUT and any(link.backward for link in seen.chain),
+        lambda seen: seen.phase is Phase.INPUT,
+        lambda seen: seen.facts.number and seen.origin.op in PRODUCTS,
+    ),
     Cause.ZERO_DIV_ZERO: (lambda seen: seen.origin.op in NORMALISATIONS, lambda seen: seen.facts.degenerate),
     Cause.ZERO_DENOMINATOR: (lambda seen: seen.facts.degenerate, lambda seen: seen.facts.computed),
     Cause.EXP_OVERFLOW: (_is_spike, lambda seen: seen.origin.op == "pow", is_masked),
