@@ -161,7 +161,7 @@ class Picture:
 class Verdict(Shown):
     """What one run came to. incidents: the first harmful one first. backwards: backward passes that were watched. gaps: what was not.
     aftermath: the consequences of incidents, saved or not. ranks: of several, who was first and who followed. processes: that trained.
-    history: the last steps of the first of them.
+    history: the last steps of the first of them. rank: of several the one that this is of, whatever became of the others.
     """
 
     incidents: tuple[Incident, ...]
@@ -177,6 +177,7 @@ class Verdict(Shown):
     processes: int = 1
     repaired: int = 0  # backward passes
     history: tuple[Entry, ...] = field(default=(), compare=False)
+    rank: int | None = None
 
     def __str__(self) -> str:
         return one_line(self.sentence)
@@ -213,7 +214,7 @@ class Verdict(Shown):
             why = unseen or "no backward pass and no optimizer step was seen here"
             return f"nothing was watched, so nothing can be said of this run: {why}"
         looked = count(self.steps, "step") if self.steps else count(self.backwards, "backward pass")
-        looked += f" of {self.processes} processes" if self.processes > 1 else ""
+        looked += f" of {self.processes} processes" if self.processes > 1 else "" if self.rank is None else f" of rank {self.rank}"
         if self.bad_steps:  # the disk was full, or somebody took the files away
             return "; ".join(filter(None, [f"{looked} watched, {self.bad_steps} bad, and nothing of that was kept", unseen]))
         told = {slug: [note.text for note in self.notes if note.slug == slug][:1] for slug in TOLD}

@@ -446,7 +446,7 @@ class Logbook:
                 aftermath=self._aftermath,
                 history=self.history.entries,
             )
-            self._verdict = (len(self.snapshots), found)
+            self._verdict = (len(self.snapshots), replace(found, rank=self.rank) if peers else found)
         return self._verdict[1]
 
     def _without_gradient(self) -> list[Note]:
