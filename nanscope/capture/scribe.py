@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -136,14 +137,20 @@ class Scribe:
             destroyed = any(tensor is one for one in written)
             if value.bytes <= (STATISTICS if destroyed else REMEMBERED):
                 content = tensor.detach().clone() if destroyed else tensor.detach()
-                held.append(Held(value.id, content, version_of(content), self._is_computed(value), self._leaves.opaque.get(value.id)))
+                held.append(Held(value.id, content, version_of(content), self._is_computed(value), self._exchanged_before(value)))
         self._given = tuple(read), tuple(held)
 
     def _was_exchanged(self, tensor: Tensor) -> bool:
         """Is it what an earlier such call has written, as where a reduction to one rank is broadcast?"""
         value = self._known.find(tensor) if is_plain(tensor) else None
-        known = None if value is None else self._leaves.opaque.get(value.id)
-        return known is not None and known.exchange
+        return value is not None and self._exchanged_before(value) is not None
+
+    def _exchanged_before(self, value: Value) -> Opaque | None:
+        """Return that call, without what is known of those before it: a statistic may go through one in each step."""
+        known = self._leaves.opaque.get(value.id)
+        if known is None or not known.exchange:
+            return None
+        return replace(known, held=tuple(replace(one, of=None) for one in known.held))
 
     def _is_computed(self, value: Value) -> bool:
         """Have calls made it, and is it no data that became a tensor?"""
@@ -198,7 +205,7 @@ class Scribe:
             self._known.unfind(tensors_of((args, result)))
             self._clipping.wrote()
             self._agreed.collective(operator, args, bool(self._clipping.norms))
-            read, held = self._given
+            (read, held), self._given = self._given, ((), ())
             of = Opaque(exchange(operator) or "", read, self._place(), exchange=True, held=held)
             for item in exchanged(operator, args):
                 if is_plain(item) and item.is_floating_point():
