@@ -375,3 +375,51 @@ def test_a_query_that_is_hidden_from_all_as_a_key_is_padding(hidden: bool, token
     assert location is not None
     assert (location.origin.op, location.origin.index) == ("_softmax", (0, 0, 0, 0))
     assert (location.origin.masked, "padding" in [drop.how for drop in location.origin.drops]) == (padding, padding)
+
+
+def gathered(lps: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
+    return -torch.where(mask.bool(), (lps.exp() - 1.0).gather(-1, ids)[..., 0], 0.0).sum()
+
+
+@pytest.mark.parametrize("column", [0, 2])
+def test_which_number_of_a_token_is_read_is_no_mask(column: int) -> None:
+    """Whether the element is the one that is gathered or another of its token: the mask leaves both out."""
+    ids = torch.zeros(2, 3, 1, dtype=torch.int64)
+    recorded = record(gathered, leaf(2, 3, 4), ids, hole())
+    masked, drops, _ = recorded.trace.drops.of(made_by(recorded, "exp"), (1 * 3 + 2) * 4 + column)
+    assert masked is True and [(drop.how, drop.name) for drop in drops][:1] == [("select", "mask")], drops
+
+
+def filled_in(pg: Tensor, mask: Tensor) -> Tensor:
+    return pg.masked_fill(mask == 0, 0.0)
+
+
+def taken(pg: Tensor, mask: Tensor) -> Tensor:
+    return torch.where(mask.bool(), pg, 0.0)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("choose", [filled_in, taken])
+def test_a_choice_by_the_mask_wins_over_a_clip(choose: Callable[[Tensor, Tensor], Tensor], sign: float) -> None:
+    """Which side the minimum took of a masked token says nothing."""
+
+    def loss(x: Tensor, mask: Tensor, advantages: Tensor) -> Tensor:
+        ratio = x.exp()
+        pg = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+        return choose(pg, mask).sum()
+
+    recorded = record(loss, spike(), hole(), torch.full((2, 1), sign))
+    masked, drops, _ = recorded.trace.drops.of(made_by(recorded, "exp"), 5)
+    assert masked is True and any((drop.how, drop.name) == ("select", "mask") for drop in drops), drops
+
+
+def test_the_first_that_counts_is_found_among_all_that_are_bad() -> None:
+    """By one pass where each element stays in its place, and by halves where it does not."""
+    mask = torch.tensor([[0.0, 0.0, 0.0], [0.0, 1.0, 1.0]])
+    for loss in (lambda x, mask: (x.exp() * mask).sum(), lambda x, mask: (x.exp().flip(0) * mask.flip(0)).sum()):
+        recorded = record(loss, torch.full((2, 3), 100.0, requires_grad=True), mask)
+        value = made_by(recorded, "exp")
+        drops, every = recorded.trace.drops, torch.ones(2, 3, dtype=torch.bool)
+        assert drops.first_that_counts(value, every) == 4
+        every[1] = False
+        assert drops.first_that_counts(value, every) is None

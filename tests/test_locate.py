@@ -614,3 +614,50 @@ def test_an_infinity_that_counts_is_followed_behind_the_product_with_the_mask() 
     found = record(loss, leaf(3, 5, 4), ref, hole(0, 0)).location
     assert found is not None
     assert (found.origin.op, found.origin.index, found.origin.masked) == ("masked_fill", (0, 1, 2), False)
+
+
+def test_an_infinity_that_is_set_is_the_tensors() -> None:
+    """`logits[~allowed] = -inf`: the code made that, and no batch brought it."""
+
+    def by_mask(logits: Tensor, allowed: Tensor) -> Tensor:
+        logits = logits.clone()
+        logits[~allowed] = -INF
+        return -logits.log_softmax(-1)[:, 0].sum()
+
+    def by_index(logits: Tensor, allowed: Tensor) -> Tensor:
+        bias = torch.zeros(2, 4)
+        bias[1, 0] = -INF
+        return -(logits + bias).log_softmax(-1)[:, 0].sum()
+
+    allowed = torch.ones(2, 4, dtype=torch.bool)
+    allowed[1, 0] = False
+    for loss in (by_mask, by_index):
+        recorded = record(loss, leaf(2, 4), allowed)
+        found = recorded.location
+        assert found is not None and (found.phase, found.origin.index, found.origin.value) == (Phase.FORWARD, (1, 0), -INF)
+        assert observe(found, recorded.trace).facts.number
+
+
+def test_a_chain_through_a_row_is_of_that_row() -> None:
+    """What a token's label reads of it is the next link, and not what the label of another token reads of its own."""
+
+    def loss(logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+        logits = logits * 1e30 * 1e30
+        return (logits.log_softmax(-1).gather(-1, labels)[..., 0] * mask).sum()
+
+    logits = torch.zeros(2, 3, 4)
+    logits[0, 2, 1] = logits[1, 0, 1] = 1.0
+    mask = torch.ones(2, 3)
+    mask[0, 2] = 0
+    links = chained(loss, logits.requires_grad_(), torch.full((2, 3, 1), 3), mask)
+    assert all(index[:2] == (1, 0) for _, index, _ in links if len(index) > 1), links
+
+
+def test_a_nan_of_python_has_its_name() -> None:
+    """A running mean that went bad is no bad batch."""
+
+    def loss(logps: Tensor, rewards: Tensor) -> Tensor:
+        return (logps * (rewards - NAN)).sum()
+
+    found = record(loss, leaf(3), torch.ones(3)).location
+    assert found is not None and found.origin.op == "sub" and found.origin.given is not None

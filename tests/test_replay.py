@@ -172,3 +172,60 @@ def test_a_tempting_fix_is_tried_at_all_places_of_the_fix(loss: Callable[..., Te
     assert controls.keys() == CONTROLS.keys()
     assert {name for name, row in controls.items() if row.works} == works
     assert all("kept, after div; the same at line" in row.label for row in controls.values())
+
+
+def test_an_exponent_in_half_precision_is_bounded_by_what_that_holds() -> None:
+    """e^20 is no number of float16: a bound there has to be one that it can be raised to."""
+    logps, old = (tensor.to(torch.float16) for tensor in logps_with(1, 3, -30.0))
+    replayed = replay(record(clipped, logps.detach().requires_grad_(), old, -torch.ones(3, 1, dtype=torch.float16)).snapshot())
+    row = next(row for row in replayed.rows if row.id == "clamp_exponent")
+    assert row.works and "±10 " in row.label
+
+
+def test_what_a_model_has_handed_over_bad_is_a_second_fault() -> None:
+    """A `where` hides a NaN from the loss, and not from the backward of what made it: no fix of the other fault is proven."""
+
+    def loss(handed: Tensor, old: Tensor, mask: Tensor) -> Tensor:
+        ratio = torch.exp(handed - old)
+        return torch.where(mask.bool(), ratio, 0.0).sum() / mask.sum()
+
+    handed, old, mask = leaf(3, 5), torch.zeros(3, 5), hole(0, 2)
+    old[2, 1] = -200.0
+    for bad in (False, True):
+        handed = handed.detach().clone()
+        handed[0, 2] = math.nan if bad else -1.0
+        rows = replay(record(loss, handed.requires_grad_(), old, mask).snapshot()).rows
+        fixes = [row for row in rows if row.kind == "fix" and row.works]
+        assert fixes and all(("a second fault" in row.cost) == bad and row.proven != bad for row in fixes), fixes
+
+
+def test_what_stands_in_a_row_beside_an_overflow_is_not_healthy() -> None:
+    """Under the logarithm of their sum nothing is left of the others: what they would have without it is nothing to hold a fix against."""
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        chosen = logits.gather(-1, labels)[..., 0]
+        return -(chosen - logits.exp().sum(-1).log()).sum()
+
+    logits = torch.randn(2, 3, 6)
+    logits[1, 2] = torch.tensor([900.0, 80.0, 70.0, 3.0, 1.0, 0.0])
+    rows = replay(record(loss, logits.requires_grad_(), torch.ones(2, 3, 1, dtype=torch.int64)).snapshot()).rows
+    row = next(row for row in rows if row.id == "stable_function")
+    assert row.works and row.distortion == 0.0 and "logsumexp" in row.label, row
+
+
+def test_log_softmax_is_held_against_what_was_healthy() -> None:
+    """Of a probability that is 0 even in float64 no gradient tells that it was computed of its token."""
+
+    def loss(hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+        probs = (hidden @ weight).softmax(-1)
+        return -(probs.gather(-1, labels)[..., 0].log() * mask).sum() / mask.sum()
+
+    hidden, weight = torch.randn(2, 4, 3), torch.randn(3, 5)
+    hidden[0, 1] *= 4000.0
+    rows = replay(
+        record(
+            loss, hidden.requires_grad_(), weight.requires_grad_(), torch.ones(2, 4, 1, dtype=torch.int64), hole(1, 3, (2, 4))
+        ).snapshot()
+    ).rows
+    row = next(row for row in rows if row.id == "stable_function")
+    assert row.works and row.distortion == 0.0 and "log_softmax" in row.label, row
