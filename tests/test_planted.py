@@ -998,7 +998,7 @@ FOUND = [
     found("overflow beside a mask", "z = -(p * p); loss = z.masked_fill(f, -math.inf).softmax(-1).sum()", ("forward", "mul", (1,), "+inf", None), p=torch.tensor([1.0, 1e30]), f=YES[1:] ^ True),
     found("first of several", "loss = p.std(0).flip(0).sum()", ("forward", "std", (0,), "nan", None), p=ONES),
     found("first of several, a mask", "loss = (p.std(0).flip(0) * mask).sum()", ("forward", "std", (0,), "nan", False), p=ONES, mask=NO.flip(0).float()),
-    found("a mask after a statistic", "loss = (p.std(0) * mask).sum()", ("forward", "std", (0,), "nan", True), p=ONES, mask=NO.flip(0).float()),
+    found("a mask after a statistic", "loss = (p.std(0) * mask).sum()", ("forward", "std", (1,), "nan", False), p=ONES, mask=NO.flip(0).float()),
     found("a weight that no loss reads", "loss = torch.where(mask, p - q, 0.0).sum()", None, p=P, q=torch.tensor([1.0, math.nan, 1.0]), mask=YES),
 ]  # fmt: skip
 

@@ -90,7 +90,7 @@ class Taken:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class Handed:
     """An argument of a call. value: its number; content, writes: as it was, and how often it had been written to. computed: by calls. of:
     that by which ranks had handed it to each other before."""
 
@@ -110,7 +110,7 @@ class Opaque:
     read: tuple[int, ...]
     place: tuple[CodeType | None, int]
     exchange: bool = False
-    held: tuple[Held, ...] = ()
+    held: tuple[Handed, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from nanscope.capture import raw
 from nanscope.capture.agreed import Agreed, exchange, exchanged, given
 from nanscope.capture.clipping import Clipping
-from nanscope.capture.entries import PLAIN, Held, Noted, Opaque, Operator, Unseen, Value, history_of, tensors_of
+from nanscope.capture.entries import PLAIN, Handed, Noted, Opaque, Operator, Unseen, Value, history_of, tensors_of
 from nanscope.capture.jagged import Jagged
 from nanscope.capture.layout import is_dense, is_turned
 from nanscope.capture.leaves import Leaves
@@ -56,7 +56,7 @@ class Scribe:
         self._known, self._log, self._callers, self._writes = known, log, callers, writes
         self._leaves, self._opaques, self._jagged = leaves, opaques, jagged
         self._clipping, self._agreed = clipping, agreed
-        self._given: tuple[tuple[int, ...], tuple[Held, ...]] = (), ()  # what this rank gives to the others just now
+        self._given: tuple[tuple[int, ...], tuple[Handed, ...]] = (), ()  # what this rank gives to the others just now
 
     def write(self, note: RawCall) -> None:
         """Write down a call that has waited."""
@@ -127,7 +127,7 @@ class Scribe:
 
     def before_exchange(self, operator: Operator, args: tuple[Any, ...]) -> None:
         """Ranks are about to hand numbers to each other: keep what this one gives, where that will be gone. Follows `rest`."""
-        read, held = list[int](), list[Held]()
+        read, held = list[int](), list[Handed]()
         written = exchanged(operator, args)
         for tensor in given(operator, args) or filter(self._was_exchanged, written):
             value = self._known.find(tensor) if is_plain(tensor) and tensor.is_floating_point() else None
@@ -137,7 +137,7 @@ class Scribe:
             destroyed = any(tensor is one for one in written)
             if value.bytes <= (STATISTICS if destroyed else REMEMBERED):
                 content = tensor.detach().clone() if destroyed else tensor.detach()
-                held.append(Held(value.id, content, version_of(content), self._is_computed(value), self._exchanged_before(value)))
+                held.append(Handed(value.id, content, version_of(content), self._is_computed(value), self._exchanged_before(value)))
         self._given = tuple(read), tuple(held)
 
     def _was_exchanged(self, tensor: Tensor) -> bool:

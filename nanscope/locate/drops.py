@@ -27,6 +27,7 @@ from nanscope.program.ops import (
     COMPARISONS,
     DIFFERENCES,
     EXTREMA,
+    FILLS,
     NEGATIONS,
     NLL_LOSSES,
     PAYLOAD,
@@ -485,16 +486,16 @@ class Drops:
     def _chosen_out(self, call: Call, beside: Set[int], index: tuple[int, ...], value: int) -> int | None:
         """The mask by which a choice takes another number than that of an element, None if none does. beside: values of which each element
         comes from the same position of the one that it is of."""
-        if call.name not in ("where", "masked_fill") or len(call.args) < 2:
+        if call.name not in CHOICES or len(call.args) < 2:
             return None
-        mask = call.args[0 if call.name == "where" else 1]
-        ours = call.args[1 if call.name == "where" else 0]
+        fills = call.name in FILLS
+        ours, mask = call.args[:2] if fills else call.args[1::-1]
         if not (isinstance(mask, Ref) and isinstance(ours, Ref) and ours.id in beside and self._asks_a_mask(mask.id)):
             return None
         tensor = self.run.values[mask.id]
         if tensor.shape != self.run.values[value].shape or bool(tensor.flatten().eq(tensor.flatten()[0]).all()):
             return None
-        taken = bool(tensor[(*index, *(0,) * (tensor.dim() - len(index)))]) == (call.name == "where")
+        taken = bool(tensor[(*index, *(0,) * (tensor.dim() - len(index)))]) != fills
         return None if taken else self._selector(call)
 
     def _asks_a_mask(self, value: int) -> bool:

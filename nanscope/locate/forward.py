@@ -406,7 +406,8 @@ def _times_nan(trace: Trace, call: Call, value: int) -> bool:
     """Does the code make data of NaN, by calculating with the number? Where it calculates with data, or what has a gradient, the number
     came in: a mean of the rewards before, say."""
     written = any(isinstance(arg, float) and math.isnan(arg) for arg in call.args)
-    return written and not trace.program.slice(value).leaves
+    leaves = trace.program.slice(value).leaves
+    return written and not (leaves if trace.program.computes is Computes.LOSS else any(leaf.diff for leaf in leaves))
 
 
 def _root_of_literal(trace: Trace, path: Sequence[Spot]) -> Root:

@@ -21,6 +21,8 @@ def fixes_of(seen: Observation, cause: Cause, rows: Sequence[Row]) -> tuple[tupl
     working = [fix for fix in tried if _is_fix(fix)]
     if cause is Cause.EXP_OVERFLOW and any(fix.id == "stable_function" for fix in working):
         wanted = ("stable_function", *wanted)  # a logarithm takes it back: nothing has to be bounded
+    if cause is Cause.BAD_INPUT and seen.facts.number and any(fix.id == "stable_function" for fix in working):
+        wanted = (*wanted, "stable_function")  # it leaves out of a product what is infinite
     natural = {name: position for position, name in enumerate(wanted)}
     exact = next((row.loss for row in rows if row.id == "float64" and row.works), None)
     if any(fix.id == "stable_function" and fix.proven and fix.diffs and _agrees(fix.loss, exact) for fix in working):
@@ -54,7 +56,7 @@ def _wanted(seen: Observation, cause: Cause) -> tuple[str, ...]:
     if cause is Cause.BAD_INPUT and of_setting(seen):
         return ("validate_config",)
     if cause is Cause.BAD_INPUT and seen.facts.number:  # no sample has brought it
-        return ("finite_mask_fill", "stable_function") if seen.origin.op in WRITES | LITERALS else ("validate_config", "finite_mask_fill")
+        return ("finite_mask_fill",) if seen.origin.op in WRITES | LITERALS else ("validate_config", "finite_mask_fill")
     if cause is Cause.INF_MINUS_INF and _over_vocabulary(seen):
         wanted = ("finite_mask_fill", "mask_before_op", "drop_invalid_sample")  # there are no samples to drop
     elif cause is Cause.FULLY_MASKED_SOFTMAX and seen.facts.whole and math.prod(seen.origin.shape[:-1]) > 1:
