@@ -38,13 +38,8 @@ EXCHANGES = {
 
 
 def exchange(operator: Operator) -> str | None:
-    """Return the name of such a call, None if it is none."""
+    """Return the name of such a call, which writes to its first argument; None if it is none."""
     return EXCHANGES.get(base_name(operator.overload)) if operator.overload.startswith("c10d.") else None
-
-
-def exchanged(operator: Operator, args: tuple[Any, ...]) -> list[Tensor]:
-    """Return what such a call writes to: nothing if it is none."""
-    return [] if exchange(operator) is None else tensors_of(args[:1])
 
 
 IN_PLACE = frozenset({"allreduce_", "allreduce_coalesced_", "reduce_", "broadcast_"})

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nanscope.capture import raw
-from nanscope.capture.agreed import Agreed, exchange, exchanged, given
+from nanscope.capture.agreed import Agreed, exchange, given
 from nanscope.capture.clipping import Clipping
 from nanscope.capture.entries import PLAIN, Handed, Noted, Opaque, Operator, Unseen, Value, history_of, tensors_of
 from nanscope.capture.jagged import Jagged
@@ -56,7 +56,7 @@ class Scribe:
         self._known, self._log, self._callers, self._writes = known, log, callers, writes
         self._leaves, self._opaques, self._jagged = leaves, opaques, jagged
         self._clipping, self._agreed = clipping, agreed
-        self._given: tuple[tuple[int, ...], tuple[Handed, ...]] = (), ()  # what this rank gives to the others just now
+        self._exchange: Opaque | None = None  # by which ranks are handing numbers to each other just now
 
     def write(self, note: RawCall) -> None:
         """Write down a call that has waited."""
@@ -126,9 +126,11 @@ class Scribe:
                 self._arg(tensor)
 
     def before_exchange(self, operator: Operator, args: tuple[Any, ...]) -> None:
-        """Ranks are about to hand numbers to each other: keep what this one gives, where that will be gone. Follows `rest`."""
-        read, held = list[int](), list[Handed]()
-        written = exchanged(operator, args)
+        """Where ranks are about to hand numbers to each other: keep what this one gives. Follows `rest`."""
+        name, read, held, written = exchange(operator), list[int](), list[Handed](), tensors_of(args[:1])
+        self._exchange = None
+        if name is None:
+            return
         for tensor in given(operator, args) or filter(self._was_exchanged, written):
             value = self._known.find(tensor) if is_plain(tensor) and tensor.is_floating_point() else None
             if value is None:
@@ -138,7 +140,7 @@ class Scribe:
             if value.bytes <= (STATISTICS if destroyed else REMEMBERED):
                 content = tensor.detach().clone() if destroyed else tensor.detach()
                 held.append(Handed(value.id, content, version_of(content), self._is_computed(value), self._exchanged_before(value)))
-        self._given = tuple(read), tuple(held)
+        self._exchange = Opaque(name, tuple(read), self._place(), exchange=True, held=tuple(held))
 
     def _was_exchanged(self, tensor: Tensor) -> bool:
         """Is it what an earlier such call has written, as where a reduction to one rank is broadcast?"""
@@ -205,11 +207,11 @@ class Scribe:
             self._known.unfind(tensors_of((args, result)))
             self._clipping.wrote()
             self._agreed.collective(operator, args, bool(self._clipping.norms))
-            (read, held), self._given = self._given, ((), ())
-            of = Opaque(exchange(operator) or "", read, self._place(), exchange=True, held=held)
-            for item in exchanged(operator, args):
-                if is_plain(item) and item.is_floating_point():
-                    self._opaques.note(item, of)
+            of, self._exchange = self._exchange, None
+            if of is not None:
+                for item in tensors_of(args[:1]):
+                    if is_plain(item) and item.is_floating_point():
+                        self._opaques.note(item, of)
         elif noted is None:
             if not self._jagged.after(operator, args, keywords, result):
                 counts = not any(item.is_floating_point() or item.is_complex() for item in tensors_of(result))  # a draw, an index

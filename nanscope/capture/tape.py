@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from nanscope.capture.account import Balance
-from nanscope.capture.agreed import Agreed, exchange
+from nanscope.capture.agreed import Agreed
 from nanscope.capture.before import Before
 from nanscope.capture.chains import Chains
 from nanscope.capture.clipping import Clipping
@@ -301,8 +301,7 @@ class Tape:
             except Unseen:
                 self._keywords = bool(kwargs)
                 self._scribe.rest(args, kwargs)
-                if exchange(operator) is not None:
-                    self._scribe.before_exchange(operator, args)
+                self._scribe.before_exchange(operator, args)
                 return operator, None, None
             return operator, noted, target
 

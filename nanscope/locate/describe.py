@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from nanscope.locate.forward import bad_sources
 from nanscope.locate.origin import NUMBER, Crossing, Element, Operand
 from nanscope.locate.trace import Trace
 from nanscope.program.calls import Call, Computes, Leaf, Ref, Site
@@ -164,10 +165,7 @@ def _put_there(trace: Trace, value: int, flat: int) -> float | None:
     """Return what the code has put into an element as a number that is not finite, in a write to a part of the tensor, or None."""
     while _number_of_code(trace, value) is None:
         made = trace.program.maker(value)
-        if made is None or made.name not in WRITES | {"clone"}:
-            return None
-        read = [(source.value, int(source.flat[0])) for source in sources(made, trace.values, value, flat) if source.flat.numel() == 1]
-        bad = [spot for spot in read if trace.values[spot[0]].is_floating_point() and not math.isfinite(at(trace.values[spot[0]], spot[1]))]
+        bad = bad_sources(trace, made, value, flat) if made is not None and made.name in WRITES | {"clone"} else []
         if not bad:
             return None
         value, flat = bad[0]

@@ -489,14 +489,14 @@ class Drops:
         if call.name not in CHOICES or len(call.args) < 2:
             return None
         fills = call.name in FILLS
-        ours, mask = call.args[:2] if fills else call.args[1::-1]
-        if not (isinstance(mask, Ref) and isinstance(ours, Ref) and ours.id in beside and self._asks_a_mask(mask.id)):
+        ours, mask = call.args[0 if fills else 1], self._selector(call)
+        if mask is None or not (isinstance(ours, Ref) and ours.id in beside and self._asks_a_mask(mask)):
             return None
-        tensor = self.run.values[mask.id]
+        tensor = self.run.values[mask]
         if tensor.shape != self.run.values[value].shape or bool(tensor.flatten().eq(tensor.flatten()[0]).all()):
             return None
         taken = bool(tensor[(*index, *(0,) * (tensor.dim() - len(index)))]) != fills
-        return None if taken else self._selector(call)
+        return None if taken else mask
 
     def _asks_a_mask(self, value: int) -> bool:
         """Is it a mask, or whether one is 0?"""

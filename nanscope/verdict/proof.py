@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from nanscope.program.calls import Computes
-from nanscope.program.numbers import is_finite
+from nanscope.program.numbers import is_finite, largest_in
 from nanscope.replay.edits import FILL_IN, MOVE_OFF
 from nanscope.replay.patch import Variant, held_still
 from nanscope.replay.reference import Healthy, results
@@ -104,7 +104,7 @@ def _proven(bench: Bench, row: Row, variant: Variant) -> dict[int, Tensor] | Non
     if row.distortion is None:  # no element is healthy: then all of them lose their part, or the edit makes one up
         return grads if not any(bool(grad.any()) for grad in grads.values()) else None
     healthy = bench.healthy
-    largest = max((float(grad.abs().max()) for grad in grads.values() if grad.numel()), default=0.0)
+    largest = max((largest_in(grad) for grad in grads.values() if grad.numel()), default=0.0)
     if healthy is not None and healthy.beyond(largest) > STEEP:  # as it is, say, without half precision: finite, and ruinous
         return None
     if healthy is None or not (is_exact(row.distortion) or is_exact(_distortion(healthy, variant))):
