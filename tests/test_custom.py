@@ -341,3 +341,61 @@ def test_only_functions_of_others_are_custom() -> None:
     x = torch.rand(3, requires_grad=True)
     assert is_custom(Score.apply(x, 1e-6).grad_fn)
     assert not is_custom((x * 2).grad_fn) and not is_custom(None)
+
+
+class Doubled(torch.autograd.Function):
+    """What only passes through, at the end of a loss."""
+
+    @staticmethod
+    def forward(ctx: Any, summed: Tensor) -> Tensor:
+        return summed * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+        return grad_output * 2
+
+
+def told_behind_a_function(folder: Path, bad: int, how: str) -> Any:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with nanscope.watch(model, out=folder) as scope:
+        for step in range(1, bad + 1):
+            noise, weight, mask = torch.zeros(4, 5), torch.ones(4, 5), torch.ones(4, 5)
+            mask[1, 1] = how not in ("masked", "after")
+            if step == bad:
+                noise[1, 1], weight[1, 1] = (-95.0, 1.0) if how != "log" else (0.0, 0.0)
+            logp = model(torch.ones(4, 3)).log_softmax(-1)
+            if how == "log":
+                logp = Doubled.apply(logp + weight.log())
+                ratio = torch.exp(logp - logp.detach())
+            else:
+                ratio = torch.exp(logp - (logp.detach() + noise))
+            kept = ratio if how == "log" else torch.where(noise < -50, torch.zeros(()), ratio)
+            kept = kept if how != "masked" else ratio.clamp(max=2) * mask
+            total = Doubled.apply(kept.sum()) if how == "trap" else Doubled.apply(kept) if how == "masked" else kept
+            total = torch.where(mask > 0, Doubled.apply(ratio), torch.zeros(())) if how == "after" else total
+            loss = -total.sum() / 20
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return scope.verdict.incidents[0]
+
+
+@pytest.mark.parametrize("bad", [1, 2, 3, 6])
+@pytest.mark.parametrize("how", ["trap", "masked", "after"])
+def test_a_gradient_that_goes_bad_before_a_function_is_told_at_its_line(how: str, bad: int, tmp_path: Path) -> None:
+    """The loss reads what the function returned, and all that comes back to that is finite: the line lies between the model and the function."""
+    incident = told_behind_a_function(tmp_path, bad, how)
+    assert (incident.origin.op, str(incident.phase), list(incident.origin.index)) == ("exp", "backward", [1, 1]), incident.sentence
+    assert incident.origin.masked, incident.sentence
+    assert incident.fixes[0].id in ("mask_before_op", "clamp_exponent") and incident.fixes[0].works
+    again = nanscope.verdict.diagnose.verdict([nanscope.load(incident.snapshot)])
+    assert again.incidents[0].origin == incident.origin
+
+
+@pytest.mark.parametrize("bad", [1, 2, 3, 6])
+def test_an_infinity_that_came_through_a_function_is_told_where_it_was_made(bad: int, tmp_path: Path) -> None:
+    """And not where it did its harm: between the two nobody but the function has touched it."""
+    incident = told_behind_a_function(tmp_path, bad, "log")
+    assert (incident.origin.op, incident.origin.operands[0][0], list(incident.origin.index)) == ("log", "weight", [1, 1]), incident.sentence

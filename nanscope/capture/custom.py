@@ -79,8 +79,18 @@ class Repeated:
 
 def is_custom(node: Any) -> bool:
     """Is an autograd node that of a function in Python, and not one of torch's own?"""
+    return not _module_of(node).startswith(("torch.", " "))
+
+
+def is_of_ranks(node: Any) -> bool:
+    """Is it that of one by which torch hands numbers from rank to rank, and gradients back?"""
+    return _module_of(node).startswith("torch.distributed.")
+
+
+def _module_of(node: Any) -> str:
+    """Where the function of a node is written, " " if it is none."""
     function = function_of(node)
-    return function is not None and not str(getattr(function, "__module__", "")).startswith("torch.")
+    return " " if function is None else str(getattr(function, "__module__", ""))
 
 
 def backward_of(node: Any) -> tuple[str, Site | None]:

@@ -110,6 +110,22 @@ class Differentiated:
         return None if value is None else value.id
 
 
+def weighted(part: Part, gradient: Tensor) -> Part:
+    """Return a program that ends in a scalar by which its value gets this gradient: what is bad of it, and gets none, it leaves out."""
+    program, tensors = part
+    seed = program.new_id()
+    by_none, kept, product, total = range(seed + 1, seed + 5)
+    calls = (
+        *program.calls,
+        Call("aten.eq.Scalar", (Ref(seed), 0), (), (by_none,), -1, True),
+        Call("aten.masked_fill.Scalar", (Ref(program.output), Ref(by_none), 0), (), (kept,), -1, True),
+        Call("aten.mul.Tensor", (Ref(kept), Ref(seed)), (), (product,), -1, True),
+        Call("aten.sum.default", (Ref(product),), (), (total,), -1, True),
+    )
+    leaves = (*program.leaves, Leaf(seed, "grad_outputs", "data", False))
+    return replace(program, leaves=leaves, calls=calls, output=total), {**tensors, seed: gradient}
+
+
 def program_of(found: Pass, slice_of: Callable[[int], Part], tensor_of: Callable[[int], Tensor | None]) -> Part | None:
     """Return what a pass differentiated as a program, with gradients for what they were asked for; None if it is gone.
 

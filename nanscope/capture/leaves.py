@@ -10,7 +10,7 @@ from nanscope.capture.before import Before
 from nanscope.capture.differentiated import Differentiated
 from nanscope.capture.entries import PLAIN, Opaque, Value, node_of
 from nanscope.capture.opaques import Opaques
-from nanscope.capture.values import Values
+from nanscope.capture.values import Values, key_of
 from nanscope.program.calls import Leaf
 from nanscope.program.ops import UNWRITTEN_FACTORIES
 from nanscope.torch_inside import base_of
@@ -25,6 +25,7 @@ class Leaves:
         self.module_outputs: Callable[[Tensor], str | None] = lambda tensor: None
         self.is_parameter: Callable[[Tensor], str | None] = lambda tensor: None
         self.opaque: dict[int, Opaque] = {}
+        self.forward: dict[int, int] = {}
         self.before = Before()
 
     def number(self, tensor: Tensor, was: tuple[int, int] | None = None) -> Value:
@@ -54,6 +55,7 @@ class Leaves:
             kind, made_by = "opaque", type(node).__name__.removesuffix("Backward")
         else:
             kind, made_by = "data", ""
+        inner = self._known.by_key.get(key_of(tensor, PLAIN)) if kind == "opaque" and diff else None
         value = self._known.leaf(tensor, was)
         value.leaf = Leaf(value.id, parameter or None, kind, diff, made_by)
         if self.before.writes_to(tensor):
@@ -67,8 +69,11 @@ class Leaves:
             self._differentiated.read[value.id] = derived
         if call is not None and (call.read or call.exchange):
             self.opaque[value.id] = call
+        if inner is not None and inner in self._known.made_by:
+            self.forward[value.id] = inner
         return value
 
     def sweep(self) -> None:
         """Forget what belongs to leaves that are not known any more."""
         self.opaque = {i: call for i, call in self.opaque.items() if i in self._known.by_id}
+        self.forward = {i: made for i, made in self.forward.items() if i in self._known.by_id}

@@ -189,17 +189,18 @@ class Log:
         """How many calls there are since the oldest one with a gradient, or so."""
         return self.count - self._passing[0] if self._passing else 0
 
-    def collect(self, named: Collection[int], young: int, reach: int) -> None:
+    def collect(self, named: Collection[int], read: Collection[int], young: int, reach: int) -> None:
         """Forget the calls that nobody can ask for any more: what they made is held by nobody else, and read by no call that stays.
 
         Where no backward pass follows (evaluation, `autograd.grad`, a step that raised) this is what lets go of a loss and, behind it, of
         the activations of the model. A call without gradient keeps one with a gradient only while that is young: else a state that is
-        detached and carried on would keep every graph that it has been through. named: values that have a tag. young: the last so many
-        calls. reach: older calls than the last so many stay.
+        detached and carried on would keep every graph that it has been through. named: values that have a tag. read: those that calls
+        have read which are no part of the log, and whose results somebody may ask for. young: the last so many calls. reach: older calls
+        than the last so many stay.
         """
         by_id, is_wanted = self._values.by_id, self._values.is_wanted
-        readers = dict.fromkeys(named, self.count)  # value → the first call that stays and reads it
-        detached: set[int] = set()  # values that are read by calls without gradient only
+        readers = dict.fromkeys((*named, *read), self.count)  # value → the first call that stays and reads it
+        detached = set(read).difference(named)  # values that are read by calls without gradient only
         for index in reversed(list(self.entries)):
             if index < self.count - reach:
                 break
@@ -236,18 +237,21 @@ class Log:
                 self._values.nameless.add(leaf)
         self._drop(index)
 
-    def forget(self, named: Collection[int], over: Collection[int] | None) -> Collection[int]:
+    def forget(self, named: Collection[int], over: Collection[int] | None, read: Collection[int] = ()) -> Collection[int]:
         """Drop what belongs to a finished backward pass, and return what is read by that which still waits for its own.
 
         named: values that have a tag. over: those that were differentiated, None if not known: then nothing waits. What waits has a
         gradient, was not differentiated, and is held by somebody else; a value that was is kept only for what waits, be it that this reads
-        what was made of it without gradient.
+        what was made of it without gradient. read: values that something else waits for.
         """
         by_id, is_wanted = self._values.by_id, self._values.is_wanted
         waiting: list[int] = []
-        readers: dict[int, int] = {}  # value → the first call that waits and reads it
+        readers = dict.fromkeys(read, self.count)  # value → the first call that waits and reads it
         done = set(over or ())  # and what it was made of
         passing = set(self._passing)
+        for made in (self._values.made_by.get(value, -1) for value in read):
+            if made in self.entries and made not in passing:
+                self._read_by(made, readers, passing)
         for index in reversed(self._passing):
             entry = self.entries.get(index)
             if entry is None:

@@ -48,6 +48,10 @@ class Opaques:
         found = self._made.get(_place(tensor)) if self._made else None
         return None if found is None or found[1].expired() else found[0]
 
+    def calls(self) -> list[Opaque]:
+        """Return the calls whose results are still there, and were not read."""
+        return [known[0] for known in still_there(self._made).values()]
+
     def take(self, tensor: Tensor) -> Opaque | None:
         """Return the same, and forget it: it is read now, or written to."""
         found = self._made.pop(_place(tensor), None) if self._made else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from torch import Tensor
 
@@ -43,6 +44,12 @@ class Storages:
         made = ((value, value.tensor) for value in known if value.leaf is None and value.diff and value.shape == tensor.shape)
         alike = (value for value, one in made if one is not None and type(one.grad_fn) is node and same_bits(one, tensor))
         return next(alike, None)
+
+    def made_by(self, node: Any, number: int) -> Value | None:
+        """Return what a node of autograd stands for, by the number of its result, if calls have made it and it is held."""
+        made = ((value, value.tensor) for value in self._known.by_id.values() if value.leaf is None and value.diff)
+        held = ((value, one) for value, one in made if one is not None and one.output_nr == number)
+        return next((value for value, one in held if one.grad_fn is node), None)
 
     def made_within(self, tensor: Tensor) -> list[Value]:
         """Return what was made in the memory of a tensor, the latest first, and of the whole of it before that of parts: whatever has been

@@ -518,6 +518,16 @@ class Tape:
                         found.setdefault(leaf.id, self._slicing.program(self.values[seed], self.tags))
         return found
 
+    def led_to(self, node: Any) -> tuple[Part | None, ...]:
+        """Return what the trainer's calls did to make each argument of a custom function. node: of its backward."""
+        found = (self.storages.made_by(*edge) for edge in node.next_functions)
+        return tuple(None if value is None else self._led_to(value) for value in found)
+
+    def _led_to(self, value: Value) -> Part | None:
+        with contextlib.suppress(LookupError):
+            return self._slicing.program(value, self.tags)
+        return None
+
     def behind_gradient(self, gradient: Tensor) -> Part | None:
         """Return the same for one that nobody has read."""
         found = self.differentiated.of(gradient) if is_plain(gradient) else None
@@ -560,7 +570,8 @@ class Tape:
         self.notes.has_passed()
 
     def _forget_values(self, over: Collection[int] | None, roots: Collection[int], everything: bool, number: int) -> set[Address]:
-        read = self._log.forget(self.tags.values(), over)
+        # where nothing was differentiated, what went into calls that cannot be made again is still behind the next loss
+        read = self._log.forget(self.tags.values(), over, self._read_outside() if over is not None and not over else ())
         if everything:
             self._log.clear()
         self._went_through(over=True, waiting=bool(read))
@@ -671,7 +682,7 @@ class Tape:
 
     def collect(self) -> None:
         """Drop what nobody can ask for any more, where no backward pass says that it is over."""
-        self._log.collect(self._named(), max(self._patience, self._usual), self._log.count)
+        self._log.collect(self._named(), self._read_outside(), max(self._patience, self._usual), self._log.count)
         self._went_through(over=False)
 
     def still_read(self) -> set[Address] | None:
@@ -680,11 +691,16 @@ class Tape:
         if reach > REACH * (self.length - self._gone_through):
             return None
         self._gone_through = self.length
-        self.log.collect(self._named(), max(self._patience, self._usual), reach)
+        self.log.collect(self._named(), self._read_outside(), max(self._patience, self._usual), reach)
         return {value.key[:4] for value in self.values.values() if value.leaf is not None}
 
     def _named(self) -> list[int]:
         return [*self.tags.values(), *self._differentiated.roots()]
+
+    def _read_outside(self) -> list[int]:
+        """What calls have read that cannot be made again, and what custom functions have made."""
+        calls = (*self._opaques.calls(), *self.leaves.opaque.values())
+        return [*self.leaves.forward.values(), *(value for call in calls for value in call.read)]
 
     def _went_through(self, over: bool, waiting: bool = False) -> None:
         """Decide when to look again. over: a backward pass was, and what came since the one before is what may come until the next.

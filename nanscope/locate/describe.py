@@ -26,7 +26,9 @@ def element_at(trace: Trace, value: int, flat: int, *, fed: bool = False, via: i
     program, tensor = trace.program, trace.values[value]
     index = None if fed else program.producers.get(value)
     call = None if index is None else program.calls[index]
-    masked, drops, coefficient = trace.drops.of(value, flat) if program.computes is Computes.LOSS else (None, (), None)
+    masked, drops, coefficient = trace.drops.of(value, flat)
+    if program.computes is not Computes.LOSS and not (masked and program.computes is Computes.ACTIVATION):
+        masked, drops, coefficient = None, (), None  # what an activation holds the loss may leave out; what that leaves out it does, too
     mask = trace.drops.own_mask(index, value, flat) if program.computes is Computes.LOSS else None
     mask = mask or trace.drops.own_padding(index, value, flat)
     if mask is not None:

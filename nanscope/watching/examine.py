@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from nanscope.capture.alone import has_peers
-from nanscope.capture.differentiated import Part
+from nanscope.capture.differentiated import Part, weighted
 from nanscope.capture.glue import glue_before
 from nanscope.capture.modules import ModuleCall, ModuleWatch, place_of, tensors_in
 from nanscope.capture.tape import Tape
@@ -198,6 +198,8 @@ class Examiner:
         reached = Reached(last.value, len(grads), count_bad(grads), scaled=last.scaled)
         for found in candidates:
             look = look_closely(found, functools.partial(self._deeper, found, backward=True))
+            if look.location is None and look.seen is None:
+                look = self._before_functions(found) or look
             if look.location is not None or look.seen is not None:
                 clipped = Observation(Kind.CLIP) if self._ruined_by_its_norm(look) else UNSEEN
                 return Hit(found, replace(reached, loss=found.value), look=look, seen=clipped)
@@ -392,6 +394,16 @@ class Examiner:
         part = recording.behind.get(leaf.id) if leaf is not None else None
         inner = self._look_into(part, recording.calls, recording.frozen) if part is not None else None
         return look if inner is None else replace(inner, notes=(*look.notes, *inner.notes))
+
+    def _before_functions(self, recording: Recording) -> Look | None:
+        """Nothing is bad that a loss reads, nor any gradient of it: go on before its custom functions, with what these gave back."""
+        for leaf, parts in recording.led.items():
+            for part, gradient in zip(parts, recording.returned.get(leaf, ()), strict=False):
+                if part is not None and gradient is not None:
+                    look = self._look_into(weighted(part, gradient), recording.calls, recording.frozen)
+                    if look is not None:
+                        return look
+        return None
 
     def _handed(self, made: Recording) -> Look:
         """Backward was given a bad gradient to begin with: go on in what made that."""

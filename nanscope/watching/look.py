@@ -30,7 +30,7 @@ from nanscope.locate.location import came_in, is_masked, left_behind, locate, lo
 from nanscope.locate.observe import observe, observe_made
 from nanscope.locate.origin import Element, Location
 from nanscope.locate.trace import Trace
-from nanscope.program.calls import Computes, Site
+from nanscope.program.calls import Computes, Leaf, Site
 from nanscope.program.local import local
 from nanscope.program.numbers import at, first_nonfinite, is_finite
 from nanscope.program.program import Program
@@ -509,13 +509,18 @@ def look_closely(recording: Recording, again: Callable[[], Look | None]) -> Look
     trace = Trace.of(recording.program, recording.tensors, lean=True)
     first = Look(trace, locate(trace))
     for _ in range(FUNCTIONS):
-        leaf = first.location.origin.leaf if first.location is not None else None
-        if leaf is None or leaf.origin not in ("opaque", "data") or not recording.opened(leaf.id):
+        found = _leaves(trace, first.location) if first.location is not None else []
+        if not any(leaf.origin in ("opaque", "data") and recording.opened(leaf.id) for leaf, _ in found):
             break
         trace = Trace.of(recording.program, recording.tensors, lean=True)
         first = Look(trace, locate(trace), second=True)
     if first.location is not None and is_settled(first.location):
-        return _of_number(recording, trace, first.location) or _made_inside(trace, first.location, again) or first
+        return (
+            _of_number(recording, trace, first.location)
+            or _made_inside(trace, first.location, again)
+            or _made_behind(recording, trace, first.location)
+            or first
+        )
     behind = _behind(recording, first)
     if behind is not None:
         return behind
@@ -528,15 +533,38 @@ def look_closely(recording: Recording, again: Callable[[], Look | None]) -> Look
 def _made_inside(trace: Trace, location: Location, again: Callable[[], Look | None]) -> Look | None:
     """Where an infinity that a model gave did its harm in the loss: was it a mask of the model's, or made in there? Then the call that made
     it. None if it is a mask, or if nobody knows."""
-    call = location.origin.call
-    if location.phase is not Phase.FORWARD or call is None or not location.origin.born:
+    if location.origin.leaf is not None:
         return None
-    met = bad_sources(trace, trace.program.calls[call], location.origin.value_id, location.origin.flat)
-    leaves = [trace.program.leaf(walk_back(trace, *spot).value) for spot in met]
-    deeper = again() if any(leaf is not None and leaf.origin in HIDING for leaf in leaves) else None
+    deeper = again() if any(leaf.origin in HIDING for leaf, _ in _leaves(trace, location)) else None
     if deeper is None or deeper.location is None or not deeper.location.origin.born or deeper.location.phase is not location.phase:
         return None
     return None if deeper.location.origin.site == location.origin.site else deeper
+
+
+def _leaves(trace: Trace, location: Location) -> list[tuple[Leaf, int]]:
+    """Return the leaf that an origin is, or those that the infinities came in by of which a call of the loss made a NaN, and which element
+    it was."""
+    origin = location.origin
+    if origin.leaf is not None:
+        return [(origin.leaf, origin.flat)]
+    if location.phase is not Phase.FORWARD or origin.call is None or not origin.born:
+        return []
+    roots = (walk_back(trace, *spot) for spot in bad_sources(trace, trace.program.calls[origin.call], origin.value_id, origin.flat))
+    found = ((trace.program.leaf(root.value), root.flat) for root in roots)
+    return [(leaf, flat) for leaf, flat in found if leaf is not None]
+
+
+def _made_behind(recording: Recording, trace: Trace, location: Location) -> Look | None:
+    """Where an infinity did its harm that came out of a call which cannot be made again: what made it, or that it came of another rank.
+    None if that is not known."""
+    origin = location.origin
+    for leaf, flat in _leaves(trace, location) if origin.leaf is None else ():
+        behind = recording.opaque.get(leaf.id)
+        element = replace(origin, leaf=leaf, value_id=leaf.id, flat=flat, variable=leaf.name or None)
+        look = _through(behind, element, trace.values[leaf.id]) if behind is not None else None
+        if behind is not None and look is not None and (look.location.origin.born if look.location is not None else behind.call.exchange):
+            return look
+    return None
 
 
 def _behind(recording: Recording, first: Look) -> Look | None:
@@ -570,10 +598,25 @@ def _through(behind: Behind, origin: Element, tensor: Tensor) -> Look | None:
     exchange = behind.call.exchange
     if not (behind.given or exchange) or (exchange and not behind.whole):
         return None
+    if exchange and (before := _handed_before(behind, origin)) is not None:
+        return before
     name = (origin.variable or (site.args[0] if site is not None and site.args else None)) if exchange else None
     seen = observe_made(behind.call.op, tensor, origin.flat, site, "", Phase.INPUT if exchange else Phase.FORWARD, name)
     seen = replace(seen, kind=Kind.ARRIVED) if exchange else seen
     return only_seen(replace(seen, origin=replace(seen.origin, role=origin.role, masked=origin.masked)))
+
+
+def _handed_before(behind: Behind, origin: Element) -> Look | None:
+    """Where this rank has handed finite numbers to the others, and had handed them bad ones on the way there, which may have come back by
+    another one: what had made those. None if it had not."""
+    for glue in behind.given:
+        for leaf in (leaf.id for leaf in glue.program.leaves if leaf.id in behind.deeper):
+            flat = first_nonfinite(glue.tensors[leaf])
+            element = None if flat is None else replace(origin, flat=flat, variable=None)
+            look = _through(behind.deeper[leaf], element, glue.tensors[leaf]) if element is not None else None
+            if look is not None and look.location is not None:
+                return look
+    return None
 
 
 def _called(look: Look, name: str) -> Look:

@@ -47,7 +47,7 @@ def finite_batch(recording: Recording) -> list[Tensor]:
 
 
 HIDDEN = -1  # stands among the leaves for what a kernel was given of the model
-WRITTEN_DOWN = frozenset({"program", "tensors", "places", "others", "glue", "behind", "made_within", "numbers", "opaque"})
+WRITTEN_DOWN = frozenset({"program", "tensors", "places", "others", "glue", "behind", "made_within", "numbers", "opaque", "led"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,8 @@ class Recording:
     what was differentiated for it, where it is a gradient that the code of the trainer took itself. heard: what was heard inside its
     models, in a deep step. made_within: what the forwards of custom functions did, by where their results lie and what they saved, and what
     made those that were asked for a gradient after that. numbers: what made those that went to the host before it and were not finite.
-    opaque: what is known of the calls that opaque leaves came out of. tape: until backward has ended. beside: tensors of the batch that
+    opaque: what is known of the calls that opaque leaves came out of. led: leaf id → what led to the arguments of the custom function that
+    returned it; returned: the gradients that its backward gave for them. tape: until backward has ended. beside: tensors of the batch that
     stood beside the loss, by role. gauged: what the gauge computed of it; reading: what that says, once it is on the host. mends: who says
     what goes on in the place of a bad gradient, None where nobody is to. unwritten: its loss is not written down so far; whoever reads what
     tells of it has that done.
@@ -116,6 +117,8 @@ class Recording:
     made_within: dict[Address, Glue] = field(default_factory=dict)
     numbers: tuple[tuple[Program, dict[int, Tensor]], ...] = ()
     opaque: dict[int, Behind] = field(default_factory=dict)
+    led: dict[int, tuple[Part | None, ...]] = field(default_factory=dict)
+    returned: dict[int, Gradients] = field(default_factory=dict)
     tape: Tape | None = None
     mends: Mends | None = None
     beside: dict[Role, Tensor] = field(default_factory=dict)
@@ -171,11 +174,12 @@ class Recording:
         edges = enumerate(unwritten.edges)
         self._leaves = {HIDDEN - 1 - n: leaves[id(tensor)] for n, tensor in edges if id(tensor) in leaves}
         self.grads = {self._leaves.get(number, number): grad for number, grad in self.grads.items()}
+        self.returned = {self._leaves.get(number, number): grads for number, grads in self.returned.items()}
 
     def _fill(self, program: Program | None, tensors: dict[int, Tensor], places: dict[int, Address]) -> None:
         self.unwritten = None
         self.program, self.tensors, self.places = program, tensors, places
-        self.others, self.glue, self.behind, self.made_within, self.numbers, self.opaque = {}, (), {}, {}, (), {}
+        self.others, self.glue, self.behind, self.made_within, self.numbers, self.opaque, self.led = {}, (), {}, {}, (), {}, {}
 
     def is_plain(self) -> bool:
         """Is there nothing about it but a loss, its program, the models that it comes from, and calls that cannot be made again?"""
@@ -199,9 +203,13 @@ class Recording:
         self.others = {value: found for value, tensor in held.items() if (found := hooks_of(tensor))}
         self.behind = tape.behind(self.program.leaves) if self.program is not None else {}
         self.tape = tape
-        self.made_within = glue_within(tape, (*self._of_functions(), *self._begun()))
+        functions = dict(self._of_functions())
+        self.made_within = glue_within(tape, (*functions.values(), *self._begun()))
+        self.led = {leaf: tape.led_to(tensor.grad_fn) for leaf, tensor in functions.items()}
         self.numbers = tuple(tape.numbers)
-        leaves = [leaf.id for leaf in self.program.leaves if leaf.id in tape.leaves.opaque] if self.program is not None else []
+        read = [self.program] if self.program is not None else []
+        read += [glue.program for glue in self.made_within.values()]
+        leaves = dict.fromkeys(leaf.id for program in read for leaf in program.leaves if leaf.id in tape.leaves.opaque)
         self.opaque = {leaf: behind(tape, tape.leaves.opaque[leaf]) for leaf in leaves}
 
     def look_at_seeds(self, tape: Tape) -> None:
@@ -215,12 +223,12 @@ class Recording:
                     self.handed.look_between(tape)
                     self.handed.tape = None
 
-    def _of_functions(self) -> Iterator[Tensor]:
-        """What custom functions have returned to the loss."""
+    def _of_functions(self) -> Iterator[tuple[int, Tensor]]:
+        """What custom functions have returned to the loss, by leaf."""
         for leaf in self.program.leaves if self.program is not None else ():
             node = self.tensors[leaf.id].grad_fn if leaf.origin == "opaque" and leaf.diff else None
-            if node is not None and custom.is_custom(node):
-                yield self.tensors[leaf.id]
+            if node is not None and (custom.is_custom(node) or custom.is_of_ranks(node)):
+                yield leaf.id, self.tensors[leaf.id]
 
     def _begun(self) -> Iterator[Tensor]:
         """What a gradient begins at that is no weight: an attack on a model has computed it, out of earlier gradients."""
@@ -287,6 +295,8 @@ class Recording:
             node = tensor.grad_fn
             if node is not None and custom.is_custom(node):
                 self._watch_custom(node, leaf, failsafe, limit)
+            elif node is not None and custom.is_of_ranks(node):
+                self._watch_ranks(node, leaf, failsafe, limit)
 
     def _edges(self) -> list[tuple[int, Tensor]]:
         """The leaves that have a gradient; of what is not written down they have numbers of their own."""
@@ -302,6 +312,8 @@ class Recording:
         held = self.opaque.items()
         self.opaque = {leaf: one for leaf, one in held if self._holds(*(t for glue in one.given for t in glue.tensors.values()))}
         self.made_within = {place: one for place, one in self.made_within.items() if self._holds(*one.tensors.values())}
+        led = self.led.items()
+        self.led = {leaf: parts for leaf, parts in led if self._holds(*(t for part in parts if part is not None for t in part[1].values()))}
 
     def _look_within(self, parts: Parts, known: bool) -> None:
         spans = parts.take()
@@ -408,6 +420,7 @@ class Recording:
         self.flags += flags
         on_cpu = all(flag.is_cpu for flag in flags)
         if on_cpu and all(bool(flag) for flag in flags):
+            self._keep_returned(leaf, limit, returned)
             return
         found = custom.seen(node, returned, received, self._leaves.get(leaf, leaf), 0 if self.tape is None else self.tape.length)
         if (on_cpu or found.bytes() <= limit) and self._holds(*found.saved, *found.received, *found.returned):
@@ -415,6 +428,19 @@ class Recording:
             saved = [tensor for tensor in found.saved if tensor is not None]  # asked for earlier, a checkpoint would compute it again
             glue = glue_within(self.tape, saved) if self.tape is not None else {}
             self.made_within |= {place: one for place, one in glue.items() if self._holds(*one.tensors.values())}
+
+    def _watch_ranks(self, node: Any, leaf: int, failsafe: Failsafe, limit: int) -> None:
+        """A backward that waits for the other ranks is not made once more: all that is asked of it is what it gave."""
+
+        def look(returned: Gradients, _: Gradients) -> None:
+            if self.hooks:
+                self._keep_returned(leaf, limit, returned)
+
+        self.hooks.append(node.register_hook(failsafe.door("function-hook", look)))
+
+    def _keep_returned(self, leaf: int, limit: int, returned: Gradients) -> None:
+        small = tuple(grad if grad is not None and grad.nbytes <= limit and self._holds(grad) else None for grad in returned)
+        self.returned[self._leaves.get(leaf, leaf)] = small
 
     def _watch_kernel(self, failsafe: Failsafe, limit: int) -> None:
         """Watch what goes into a kernel that nothing inside can be seen of, and the gradient that comes out of it."""
