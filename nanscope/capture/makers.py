@@ -11,7 +11,7 @@ from torch import Tensor
 from nanscope.capture import raw
 from nanscope.capture.entries import Operator, tensors_of
 from nanscope.capture.raw import Raw
-from nanscope.capture.weighing import held_for
+from nanscope.capture.weighing import GRAPH, held_for
 
 NOBODY = -1  # no call that waits
 
@@ -24,14 +24,14 @@ class Makers:
     light: dict[int, int] = field(default_factory=dict)
     fleeting: dict[int, int] = field(default_factory=dict)
 
-    def enter(self, call: Raw, number: int) -> int:
-        """A call waits. Returns the bytes that are held for it alone."""
+    def enter(self, call: Raw, number: int, graph: int = GRAPH) -> int:
+        """A call waits. Returns the bytes that are held for it alone. graph: see `graph_of`."""
         operator, args, _, results, seen, *_ = call
         held = 0
         for tensor in tensors_of(args):
             if id(tensor) not in self.light:
                 self.light[id(tensor)] = NOBODY
-                held += max(held_for(tensor, operator.lasting, self.light), 0)
+                held += max(held_for(tensor, operator.lasting, self.light, graph), 0)
         if not seen:
             self.fleeting.update({item.identity: number for item in results})
             return held

@@ -31,7 +31,7 @@ from nanscope.capture.sites import Callers
 from nanscope.capture.spans import Spans
 from nanscope.capture.unseen import unseen
 from nanscope.capture.values import Fleeting
-from nanscope.capture.weighing import CALL, WEIGHT, held_for, size_of
+from nanscope.capture.weighing import CALL, GRAPH, WEIGHT, held_for, size_of
 from nanscope.program.numbers import is_finite
 from nanscope.torch_inside import DETACH_IS_SEEN_TWICE, base_of, storage_uses, writes_counted
 
@@ -61,8 +61,8 @@ class Closed:
 
 class Notes:
     """The calls that wait to be understood. module: the part of the model that they are made in. budget: bytes that may be held. weight: of
-    all that waits; with more than `most` it is time to understand it. idle: how many were made without autograd since it was last looked
-    which have come to nothing; with more than `due` it is time to look again."""
+    all that waits; with more than `most` it is time to understand it. graph: what stands for that of the models, see `graph_of`. idle: how
+    many were made without autograd since it was last looked which have come to nothing; with more than `due` it is time to look again."""
 
     def __init__(self, callers: Callers, budget: int) -> None:
         self.pending: list[Any] = []  # of `Raw` and `Later`
@@ -76,7 +76,7 @@ class Notes:
         self._makers = Makers()
         self._shapes: dict[torch.Size, torch.Size] = {}  # each once, for all calls: what is held is gone through by Python's collector
         self._strides: dict[tuple[int, ...], tuple[int, ...]] = {}
-        self.weight, self.most = 0, min(WEIGHT, budget >> 4)
+        self.weight, self.most, self.graph = 0, min(WEIGHT, budget >> 4), GRAPH
         self.idle, self.due = 0, IDLE
         self.taken = 0  # times that what waits was taken
         self.shown = 0  # what a `detach` has made, by identity, that may be seen once more, see DETACH_IS_SEEN_TWICE
@@ -155,7 +155,7 @@ class Notes:
             if kind is Tensor or kind is Parameter:
                 wanted = arg.requires_grad
                 if id(arg) not in light:
-                    held = held_for(arg, lasting, light)
+                    held = held_for(arg, lasting, light, self.graph)
                     if held < 0:
                         return -1
                     weight += held
@@ -303,8 +303,7 @@ class Notes:
         closed.stuck = any(age > AGED for age in ages[aged:])
         self._ages = ages[aged:] + later
         self._whole = self._old.calls
-        keeps_graph = any(call[raw.SEEN] and item.requires_grad for call in left[aged:] for item in call[raw.RESULTS])
-        self._start = self._whole if keeps_graph else first + len(left)
+        self._start = first + len(left)
         self._go_on_with([*left, *running], first)
         return closed
 
@@ -348,7 +347,7 @@ class Notes:
         for number in range(self._old.calls, len(self.pending)):
             call = self.pending[number]
             if not isinstance(call, Later):
-                self.weight += CALL + self._makers.enter(call, number)
+                self.weight += CALL + self._makers.enter(call, number, self.graph)
 
     def overwritten(self, memory: Spans) -> None:
         """Somebody has written to memory, unseen: what calls that wait have read there without a gradient is not there any more. Of what

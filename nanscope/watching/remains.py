@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from nanscope.capture.modules import ModuleWatch, version_of
 from nanscope.capture.raw import NONE, SoFar
 from nanscope.capture.tape import Tape
+from nanscope.capture.weighing import graph_of
 from nanscope.locate.observe import observe_made
 from nanscope.program.calls import Site
 from nanscope.program.local import local
@@ -85,7 +86,10 @@ class Remains:
         """Look at the weights and buffers of the models that were not seen before, in one transfer for each. Returns of which weights some
         elements are infinite, in words."""
         infinite = list[str]()
-        for model in list(self._modules.seen):
+        models = list(self._modules.seen)
+        if any(model not in self._known for model in models):
+            self._tape.notes.graph = graph_of(sum(weight.nbytes for model in models for weight in model.parameters()))
+        for model in models:
             if model not in self._known:
                 self._known.add(model)
                 found = [
