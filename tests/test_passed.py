@@ -703,3 +703,41 @@ def test_what_a_check_has_refused_and_the_run_has_ended_by_is_an_incident(tmp_pa
     assert (incident.step, incident.phase, incident.cause, incident.origin.variable) == (2, "forward", "exp_overflow", "steep")
     assert "trainer" not in f"{incident.headline} {incident.sentence}"  # it has dropped nothing: it did not come to it
     assert not scope.verdict.gaps
+
+
+@pytest.mark.usefixtures("read")
+def test_stop_lets_a_term_pass_that_was_left_out(tmp_path: Path) -> None:
+    """The loss that it was left out of is finite, and nothing says that it is not."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with nanscope.watch(out=tmp_path, on_nonfinite="stop") as scope:
+        for step in range(1, 6):
+            x = torch.randn(6, 4)
+            loss = model(x).pow(2).mean()
+            aux = torch.log(model(x + 1).pow(2) * (step != 3)).mean()
+            if torch.isfinite(aux):
+                loss = loss + 0.1 * aux
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    (incident,) = scope.verdict.incidents
+    assert (incident.step, incident.micro_batch, incident.micro_batches, incident.loss) == (3, 1, None, None)
+    assert "The loss" not in incident.sentence and any("left it out" in note.text for note in incident.notes), incident.notes
+
+
+@pytest.mark.usefixtures("read")
+def test_another_number_in_the_place_of_a_bad_loss_is_the_same_step(tmp_path: Path) -> None:
+    """What a guard returns so that all ranks differentiate something: the optimizer steps, and the step is counted once."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with nanscope.watch(out=tmp_path) as scope:
+        for step in range(1, 6):
+            loss = torch.log(model(torch.randn(6, 4)).pow(2) * (step != 3)).mean()
+            if not torch.isfinite(loss):
+                loss = sum(weight.sum() for weight in model.parameters()) * 0.0
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    (incident,) = scope.verdict.incidents
+    assert (scope.steps, incident.step, incident.micro_batch, incident.reached["stepped"]) == (5, 3, 1, "taken")
+    assert incident.origin.op == "log" and any("another number in its place" in note.text for note in incident.notes), incident.notes

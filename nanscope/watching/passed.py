@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -26,6 +27,18 @@ from nanscope.watching.logbook import Logbook
 from nanscope.watching.recording import Recording
 from nanscope.watching.thrown import ThrownAway
 
+TERM = "the code tested it, and left it out of the loss that it differentiated"
+INSTEAD = "the code tested it, and differentiated another number in its place"
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """One of them. joins: it belongs to the step of what is differentiated now. term: it is no loss, but what was left out of that one."""
+
+    recording: Recording
+    joins: bool
+    term: bool
+
 
 class PassedOver:
     """Asked when a backward pass begins, when an optimizer is about to step, and when the block ends."""
@@ -37,8 +50,8 @@ class PassedOver:
 
     def losses(
         self, programs: Sequence[Program], step: int, ours: Callable[[], Mapping[int, int]], refused: bool, last: bool
-    ) -> list[tuple[Recording, bool]]:
-        """Return the losses that were passed over since the last time, and whether what is differentiated now was begun before they were.
+    ) -> list[Passed]:
+        """Return the losses that were passed over since the last time.
 
         programs: of what is differentiated now. step: the running one. ours: counts references to tensors that nobody comes back by.
         refused: an exception ends the block, and what was tested last, and was bad, is why, be it a loss or what one was to be made of.
@@ -59,12 +72,18 @@ class PassedOver:
         bad = [doubt for doubt, flag in zip(left, fine, strict=True) if not flag]
         bad = [doubt for doubt in bad if doubt.value.id not in self._told]
         begun = min(filter(self._is_made, used), default=math.inf) if bad else math.inf
-        found: list[tuple[Recording, bool]] = []
+        lines = {program.site_of(call) for program in programs for call in program.calls}
+        instead = bool(programs) and all(leaf.diff and leaf.origin in WEIGHTS for one in programs for leaf in one.leaves)  # of no batch
+        found: list[Passed] = []
         told: set[int] = set()
         for doubt in bad:
             recording = self._judged(doubt, used, told, step, refused and doubt is bad[-1])
             if recording is not None:
-                found.append((recording, begun < doubt.value.id))
+                joins = begun < doubt.value.id
+                calls = () if doubt.program is None else doubt.program.calls
+                other = doubt.program is not None and bool(calls) and doubt.program.site_of(calls[-1]) not in lines
+                recording.left_out = TERM if joins and other else INSTEAD if instead and other else ""
+                found.append(Passed(recording, joins or (instead and other), joins and other))
                 told |= {doubt.value.id, *(read_by(doubt.program) if doubt.program is not None else ())}
         self._told = {doubt.value.id for doubt in bad} or self._told
         for doubt in (*thrown, *asked):

@@ -82,10 +82,11 @@ class Recording:
     models, in a deep step. made_within: what the forwards of custom functions did, by where their results lie and what they saved, and what
     made those that were asked for a gradient after that. numbers: what made those that went to the host before it and were not finite.
     opaque: what is known of the calls that opaque leaves came out of. led: leaf id → what led to the arguments of the custom function that
-    returned it; returned: the gradients that its backward gave for them. tape: until backward has ended. beside: tensors of the batch that
-    stood beside the loss, by role. gauged: what the gauge computed of it; reading: what that says, once it is on the host. mends: who says
-    what goes on in the place of a bad gradient, None where nobody is to. unwritten: its loss is not written down so far; whoever reads what
-    tells of it has that done.
+    returned it; returned: the gradients that its backward gave for them. left_out: what the code did without it, where it is a term or a
+    loss that was not differentiated while another was. tape: until backward has ended. beside: tensors of the batch that stood beside the
+    loss, by role. gauged: what the gauge computed of it; reading: what that says, once it is on the host. mends: who says what goes on in
+    the place of a bad gradient, None where nobody is to. unwritten: its loss is not written down so far; whoever reads what tells of it has
+    that done.
     """
 
     program: Program | None
@@ -118,6 +119,7 @@ class Recording:
     numbers: tuple[tuple[Program, dict[int, Tensor]], ...] = ()
     opaque: dict[int, Behind] = field(default_factory=dict)
     led: dict[int, tuple[Part | None, ...]] = field(default_factory=dict)
+    left_out: str = ""
     returned: dict[int, Gradients] = field(default_factory=dict)
     tape: Tape | None = None
     mends: Mends | None = None

@@ -549,21 +549,28 @@ class Step(Relay):
 
         refused: an exception ends the block. last: it ends.
         """
-        for recording, joins in self._passed.losses(programs, self.number, self._cruise.references, refused, last):
-            self._keep_undifferentiated(Hit(recording, Reached(recording.value), loss_bad=True), joins, refused)
+        for passed in self._passed.losses(programs, self.number, self._cruise.references, refused, last):
+            recording = passed.recording
+            reached = Reached() if passed.term else Reached(recording.value)
+            self._keep_undifferentiated(Hit(recording, reached, loss_bad=True), passed.joins, refused, not recording.left_out)
+            if not passed.term:  # what it was left out of is taken
+                self._keeper.stop_if_asked()
 
     def _keep_refused(self, error: BaseException) -> None:
         """An exception ends the block: what it refused, if that was NaN."""
         hit = refused_by(self._examiner, error)
         if hit is not None:
             self._keep_undifferentiated(hit, False, True)
+            self._keeper.stop_if_asked()
 
-    def _keep_undifferentiated(self, hit: Hit, joins: bool, refused: bool) -> None:
+    def _keep_undifferentiated(self, hit: Hit, joins: bool, refused: bool, counted: bool = True) -> None:
+        """counted: it is a micro-batch of its own."""
         alone, recording = self._course.closed and not joins, hit.recording
         if self._course.closed:
             self._open()
-        self.counts.begin()
-        recording.micro_batch = self.counts.micro_batch
+        if counted:
+            self.counts.begin()
+        recording.micro_batch = self.counts.micro_batch + (not counted)
         if hit.reached.loss is not None:
             self._course.line.add_loss(hit.reached.loss)
         self._keeper.keep(hit)
@@ -571,7 +578,6 @@ class Step(Relay):
             stepped = Stepped.NONE if refused else Stepped.BY_TRAINER  # which did not come to it
             self._keeper.mark(stepped=stepped)
             self._close(stepped)
-        self._keeper.stop_if_asked()
 
     def _sliced(self, root: Tensor) -> tuple[Program | None, dict[int, Tensor]]:
         try:
