@@ -229,3 +229,34 @@ def test_log_softmax_is_held_against_what_was_healthy() -> None:
     ).rows
     row = next(row for row in rows if row.id == "stable_function")
     assert row.works and row.distortion == 0.0 and "log_softmax" in row.label, row
+
+
+def test_no_mask_is_put_over_a_token_that_it_keeps() -> None:
+    """What multiplies a token by 1 leaves out none: to fill where it is 1 would fill every token that counts."""
+
+    def loss(logps: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+        mean = (advantages * mask).sum() / mask.sum()
+        variance = ((advantages - mean) ** 2 * mask).sum() / mask.sum()
+        return -(logps * (advantages - mean) * torch.rsqrt(variance + 1e-8) * mask).sum() / mask.sum()
+
+    advantages = torch.randn(3, 5)
+    advantages[2, 0] = math.nan
+    rows = replay(record(loss, leaf(3, 5), advantages, hole(0, 2)).snapshot()).rows
+    assert "mask_before_op" not in {row.id for row in rows}, rows
+
+
+def test_rows_that_were_shuffled_are_filled_where_the_mask_has_them() -> None:
+    """As TRL shuffles a batch before its loss: the mask says of the rows as they are then which tokens it leaves out."""
+
+    def loss(logps: Tensor, old: Tensor, mask: Tensor, order: Tensor) -> Tensor:
+        kept = mask[order]
+        return (torch.exp(logps - old[order]) * kept).sum() / kept.sum()
+
+    order, mask, old = torch.tensor([2, 0, 1]), torch.ones(3, 5), torch.randn(3, 5)
+    mask[0, 3:], mask[1, 1:], mask[2, 4:] = 0, 0, 0
+    old[1, 3] = -math.inf
+    logps = leaf(3, 5)
+    rows = replay(record(loss, logps, old, mask, order).snapshot()).rows
+    row = next(row for row in rows if row.id == "mask_before_op")
+    true = loss(logps.detach(), old.masked_fill(mask == 0, 0.0), mask, order)
+    assert row.proven and row.distortion == 0.0 and row.loss == pytest.approx(float(true)), row

@@ -36,6 +36,8 @@ from nanscope.program.ops import (
     NEEDS_MORE_THAN_ZERO,
     NORMALISATIONS,
     PRODUCTS,
+    REARRANGINGS,
+    REORDERINGS,
     ROOTS,
     SETS,
     SOFTMAXES,
@@ -91,8 +93,13 @@ def _masked(patch: Patch, put: Putting, where: str = "") -> Variant | None:
     position = _spoilt(patch)
     behind = patch.origin.call is None or patch.op in SETS  # what is put into a part of it stands there afterwards
     target = patch.origin.value_id if behind else patch.operand(position)
-    if mask is None or mask.by is None or target is None:
+    ordered = None if mask is None or target is None else _in_order_of(patch, mask, target)
+    if mask is None or mask.by is None or ordered is None or (ordered != target and patch.origin.call is not None):
         return None
+    if ordered != target:
+        moved = element_at(patch.trace, ordered, first_nonfinite(patch.values[ordered]) or 0)
+        patch = Patch(patch.trace, replace(moved, call=None, masked=patch.origin.masked, drops=patch.origin.drops))
+    target = ordered
     keep, content = patch.values[mask.by], patch.values[target]
     asking: frozenset[int] = frozenset()  # what the mask is made of, where it asks of an input what is finite
     if _descends(patch.program, mask.by, target):
@@ -105,6 +112,8 @@ def _masked(patch: Patch, put: Putting, where: str = "") -> Variant | None:
         return None
     excluded = float(shaped.expand(content.shape)[index_in(patch.origin, content)]) if content.dim() == len(patch.origin.index) else 0.0
     neutral = 1.0 if (position == 1 and patch.op not in PRODUCTS) or patch.op in NEEDS_MORE_THAN_ZERO else 0.0
+    if excluded and patch.origin.masked is False and mask.how == "mask":
+        return None  # what multiplies an element that counts does not leave it out
     excluded = int(excluded) if excluded.is_integer() else excluded
     masks = _masks(patch, mask)
 
@@ -123,6 +132,24 @@ def _masked(patch: Patch, put: Putting, where: str = "") -> Variant | None:
     label = f"fill {patch.called(target)} with {neutral:g} where {name} excludes it, {place}"
     program = in_order(after(patch, inserts(0), asking)) if behind else put(patch, position, inserts)
     return Variant("mask_before_op", label, program, patch.tensors)
+
+
+def _in_order_of(patch: Patch, mask: Drop, target: int) -> int | None:
+    """Return the value that holds the elements of another one as the mask has them, where nothing was made of them so far: rows may have
+    been shuffled before the loss. None where they were after something was made of them, or do not come to the mask."""
+    found: dict[int, int | None] = {target: target}
+    only_moved = {target}
+    for call in patch.program.calls[: mask.call]:
+        source = next((value for value in call.inputs() if value in found), None)
+        for out in (out for out in call.outs if out is not None and source is not None):
+            assert source is not None
+            found[out] = found[source]
+            if call.name in REORDERINGS:
+                found[out] = out if source in only_moved and found[source] is not None else None
+            if source in only_moved and call.name in REARRANGINGS:
+                only_moved.add(out)
+    read = [value for value in patch.program.calls[mask.call].inputs() if value in found and value != mask.by]
+    return found[read[0]] if read else target
 
 
 def _spoilt(patch: Patch) -> int:
