@@ -661,3 +661,18 @@ def test_a_nan_of_python_has_its_name() -> None:
 
     found = record(loss, leaf(3), torch.ones(3)).location
     assert found is not None and found.origin.op == "sub" and found.origin.given is not None
+
+
+def test_what_a_softmax_by_hand_hides_is_not_what_its_empty_row_makes() -> None:
+    """−inf − (−inf) in a row of which nothing is left: the infinities of the other rows do no harm, though the loss counts those rows."""
+
+    def loss(scores: Tensor, hidden: Tensor, counted: Tensor) -> Tensor:
+        weights = torch.exp(scores - scores.max(-1, keepdim=True).values)
+        pooled = (weights / weights.sum(-1, keepdim=True) * hidden).sum(-1)
+        return (pooled * counted).sum() / counted.sum()
+
+    hidden, mask = leaf(4, 6), torch.ones(4, 6)
+    mask[0, 3:], mask[2] = 0, 0
+    for scores in (hidden.masked_fill(mask == 0, -INF), hidden + mask.log()):
+        found = record(loss, scores.detach().requires_grad_(), hidden, (mask.sum(-1) > 0).float()).location
+        assert found is not None and (found.origin.op, found.origin.index, found.origin.masked) == ("sub", (2, 0), True), found
