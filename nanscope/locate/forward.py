@@ -188,9 +188,11 @@ def first_that_counts(trace: Trace, root: Root) -> Root:
         return root
     if trace.drops.of(*root.path[-1])[0] is not True and trace.drops.own_mask(made, *root.path[-1]) is None:
         return root
-    number = at(tensor, root.flat)  # beside a NaN an infinity may be meant: the mask of a softmax by hand
-    alike = torch.isnan(tensor) if math.isnan(number) else tensor == number
-    flat = trace.drops.first_that_counts(root.value, alike & trace.drops.beside_mask(made, *root.path[-1]))
+    beside, number = trace.drops.beside_mask(made, *root.path[-1]), at(tensor, root.flat)
+    flat = trace.drops.first_that_counts(root.value, ~torch.isfinite(tensor) & beside)
+    if flat is not None and not _goes_on(trace, root, flat):  # it is meant, as the mask of a softmax by hand is
+        alike = torch.isnan(tensor) if math.isnan(number) else tensor == number
+        flat = trace.drops.first_that_counts(root.value, alike & beside)
     if flat is None or trace.drops.of(root.value, flat)[0] is True:
         return root
     further = walk_back(trace, root.value, flat)
