@@ -361,7 +361,8 @@ def stable_function(patch: Patch) -> Variant | None:
 
 
 def _first_product(patch: Patch) -> Patch | None:
-    """Of an infinity that the code writes, as where a teacher has no probability: the product that it goes into, to be left out there."""
+    """Of an infinity that the code writes, as where a teacher has no probability: the product that it goes into, to be left out there. None
+    where that is no term of a sum of its own, as over a vocabulary: it is all that a token has."""
     origin = patch.origin
     if origin.call is None or origin.op not in FILLS or not any(one.id == NUMBER and math.isinf(one.value) for one in origin.operands):
         return None
@@ -371,7 +372,10 @@ def _first_product(patch: Patch) -> Patch | None:
         if not bad or spoilt.isdisjoint(call.inputs()):
             continue
         if call.name == "mul":
-            return Patch(patch.trace, element_at(patch.trace, *next(iter(bad.items()))))
+            value, flat = next(iter(bad.items()))
+            sums = (one for one in patch.program.readers(value) if one.name in SUMS)
+            summed = any(out is not None and patch.values[out].dim() > 0 for one in sums for out in one.outs)
+            return Patch(patch.trace, element_at(patch.trace, value, flat)) if summed else None
         spoilt.update(bad)
     return None
 
