@@ -247,17 +247,10 @@ class _Comparison:
                 raise _Unwritable  # the logarithm of how many there are: another number for another batch
         else:
             text = self._call(new, site, given)
-        if self._of_single(old, new):
-            text = Phrase(
-                f"{statement.text(statement.node).text} if {next(iter(given.values())).inside(ATOM)}.numel() > 1 else {text.text}", ANY
-            )
+        if (several := _has_several(old, new, next(iter(given.values())).inside(ATOM) if given else "")) is not None:
+            text = Phrase(f"{statement.text(statement.node).text} if {several} else {text.text}", ANY)
             self._guarded.add((new.site, new.op))
         return _Change(site.file, statement, statement.node, text)
-
-    def _of_single(self, old: Call, new: Call) -> bool:
-        """Is it a deviation of everything at once, changed where there is a single element only?"""
-        same = [call for call in self.before.calls if (call.site, call.op) == (old.site, old.op)]
-        return old.name in SPREADS and new.name == old.name and old.args[1:] in ((), (None,)) and not all(map(self._is_changed, same))
 
     def _result(self, value: int, last: int) -> Iterator[_Change]:
         """What is put after a call, or as a statement of its own before what came in is first read."""
@@ -410,3 +403,15 @@ class _Comparison:
             masks = {words for words in given if role_of(last_word(words)) is Role.MASK}
             if len(masks) == 1:
                 yield masks.pop()
+
+
+def _has_several(old: Call, new: Call, tensor: str) -> str | None:
+    """Of a deviation that is changed where it is one of a single element, return the condition under which it stays; None if it is none. In
+    another step a group may be larger. tensor: as the code has it."""
+    if old.name not in SPREADS or new.name != old.name:
+        return None
+    over = old.args[1] if len(old.args) > 1 else None
+    if over is None:
+        return f"{tensor}.numel() > 1"
+    dims = over if isinstance(over, tuple) else (over,)
+    return f"{tensor}.shape[{dims[0]}] > 1" if len(dims) == 1 else None
