@@ -138,6 +138,7 @@ def _is_shown(text: str) -> bool:
     return len(text) <= LONGEST and all(visible(part) == part for part in text.split("\t"))
 
 
+HELD = "held"  # what is written in more than one place of an expression
 _VARIES = re.compile(r"(?<![\w.])(?!(?:math|torch|np|float|inf|nan|e)\b)[A-Za-z_]\w*")  # a name in it, and no constant of a library
 
 
@@ -229,8 +230,8 @@ class _Comparison:
         if statement.writes and position == 0:
             raise _Unwritable  # what is read there is written to
         own = next(refs(was), None)
-        text = self._text(now, site, {} if own is None else {own: statement.text(node)})
-        return _Change(site.file, statement, node, text)
+        given = {} if own is None else {own: statement.text(node)}
+        return _Change(site.file, statement, node, _called_once(self._text(now, site, given), given.values()))
 
     def _whole(self, site: Site, statement: Statement, old: Call, new: Call) -> _Change:
         """The expression of a call, written anew. It must say this operator, and nothing else."""
@@ -415,3 +416,15 @@ def _has_several(old: Call, new: Call, tensor: str) -> str | None:
         return f"{tensor}.numel() > 1"
     dims = over if isinstance(over, tuple) else (over,)
     return f"{tensor}.shape[{dims[0]}] > 1" if len(dims) == 1 else None
+
+
+def _called_once(text: Phrase, given: Iterable[Phrase]) -> Phrase:
+    """Call what is called in a part of an expression once, however often that part is written: a model draws its dropout anew each time."""
+    for part in given:
+        if "(" in part.text and text.text.count(part.text) > 1:
+            first, rest = text.text.split(part.text, 1)
+            rest = rest.replace(f"({part.text})", HELD).replace(part.text, HELD)
+            opened = first.removesuffix("(") if first.endswith("(") and rest.startswith(")") else None
+            head = f"{first}({HELD} := {part.text})" if opened is None else f"{opened}({HELD} := {part.text}"
+            text = Phrase(f"{head}{rest}", text.binds)
+    return text
