@@ -494,3 +494,58 @@ def test_two_files_of_one_name_are_two() -> None:
     lines = unified(Fix("x", "", None, True, True, distortion=0.0, diffs=diffs)).splitlines()
     heads = [[f"--- {name}", f"+++ {name}", "@@ -1,3 +1,3 @@", "-a", "+b"] for name in ("loss.py", "lib/loss.py")]
     assert [line for line in lines if line.startswith(("-", "+", "@"))] == [*heads[0], *heads[1]]
+
+
+GROUPS = """import torch
+
+
+def loss(log_probs, rewards):
+    return -(log_probs * ((rewards - rewards.mean()) / (rewards.std({}) + 1e-4))).mean()
+
+
+def run():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    for size in (4, 3, 1):
+        loss(model(torch.randn(size, 4)).squeeze(-1), torch.randn(size)).backward()
+"""
+
+
+@pytest.mark.parametrize(("over", "test"), [("", "rewards.numel() > 1"), ("0", "rewards.shape[0] > 1")])
+def test_a_guard_for_a_group_of_one_is_for_that_alone(over: str, test: str, tmp_path: Path) -> None:
+    """The groups of other steps are larger, and their deviation stays what it was."""
+    script = tmp_path / "script.py"
+    script.write_text(GROUPS.format(over))
+    (incident,) = new.watched(new.load(script), tmp_path / "runs").incidents
+    fix = next(fix for fix in incident.fixes if fix.id == "guard_small_group")
+    copy = patched(script, fix, tmp_path / fix.id)
+    assert f"rewards.std({over}) if {test} else rewards.std({over}{over and ', '}correction=0)" in copy.read_text()
+    assert not new.watched(new.load(copy), tmp_path / fix.id / "runs").incidents, copy.read_text()
+
+
+CALLED = """import torch
+
+CALLS = []
+
+
+def run():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 6)
+    model.register_forward_hook(lambda *_: CALLS.append(0))
+    x, teacher = torch.randn(3, 4), torch.randn(3, 6).softmax(-1)
+    teacher[1, 2] = 0.0
+    known = torch.log(teacher, out=torch.empty_like(teacher))
+    loss = (teacher * (known - model(x).log_softmax(-1))).sum(-1).mean()
+    loss.backward()
+"""
+
+
+def test_what_a_fix_writes_twice_is_called_once(tmp_path: Path) -> None:
+    """A model that is called a second time draws its dropout anew."""
+    script = tmp_path / "script.py"
+    script.write_text(CALLED)
+    (incident,) = new.watched(new.load(script), tmp_path / "runs").incidents
+    fix = next(fix for fix in incident.fixes if "isinf" in str(fix.diffs))
+    copy = new.load(patched(script, fix, tmp_path / fix.id))
+    assert not new.watched(copy, tmp_path / fix.id / "runs").incidents
+    assert len(copy.CALLS) == 1

@@ -275,7 +275,13 @@ FRAMEWORK = Framework(
             'scale_rewards="batch"',
             Term.ADVANTAGES,
         ),
-        Remedy(("fp16_overflow", "magnitude_overflow"), "computes the logits in float32", "cast_lm_head_to_fp32=True", Term.HEAD),
+        Remedy(
+            ("fp16_overflow", "magnitude_overflow"),
+            "computes the logits in float32",
+            "cast_lm_head_to_fp32=True",
+            Term.HEAD,
+            needs="num_generations",
+        ),
         Remedy(
             ("exp_overflow", "bad_input"),
             "cuts the weight against vLLM off instead of dropping sequences by it",

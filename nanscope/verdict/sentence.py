@@ -319,7 +319,8 @@ _OF_TOKENS = LOG_PROBS | {Role.MASK}
 def token_of(snapshot: Snapshot, p: Origin) -> str:
     """Return where in the batch an element stands, as one says it: "row 16, token 31", or "row 57" of one number a row; "" where that is no
     tensor of rows and tokens."""
-    if len(p.shape) not in (1, 2) or len(p.index) != len(p.shape) or p.sharded or snapshot.observation.suspect:
+    of_tokens = len(p.shape) in (1, 2) and len(p.index) == len(p.shape) and p.role not in (Role.WEIGHTS, Role.OPTIMIZER, Role.GRAD)
+    if not of_tokens or p.sharded or snapshot.observation.suspect:
         return ""
     leaves = [leaf for leaf in snapshot.program.leaves if (leaf.role or role_of(leaf.name)) in _OF_TOKENS and leaf.id in snapshot.tensors]
     batches = {shape for leaf in leaves if len(shape := tuple(snapshot.tensors[leaf.id].shape)) == 2 and shape[1] > 1}

@@ -525,7 +525,9 @@ class Examiner:
         trainer = find_trainer(self.targets)
         objective = objective_of(recording.glimpses)
         framework = recognise({site.file for site in look.program.sites} | {f"/{objective.get('site', '')}"})
-        notes = [("left_out", recording.left_out)] if recording.left_out else logged_loss(trainer, snapshot.reached.loss, loss_bad)
+        notes = [("left_out", recording.left_out)] if recording.left_out else []
+        if not (recording.left_out or snapshot.observation.suspect):  # of a suspect step the gradients are finite, too
+            notes += logged_loss(trainer, snapshot.reached.loss, loss_bad)
         notes += look.notes
         if look.location is not None and look.location.phase is Phase.WEIGHTS and (tokens := sampled(framework)) is not None:
             notes += [("repeated_tokens", words) for words in [repeated_tokens(*tokens)] if words]
