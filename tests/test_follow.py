@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import nanscope
 from nanscope.capture.follow import FINE, Follower, Kinds, Made, kinds_of, made_backward, part_of
+from nanscope.locate.observe import observe_returned
+from nanscope.verdict.sentence import what
 
 
 def followed(model: Callable[..., Tensor], *inputs: Tensor) -> Made | None:
@@ -235,3 +237,10 @@ def test_what_is_followed_into_a_model_counts_if_its_output_does(tmp_path: Path,
         ((out - 1.0).square().mean(-1, keepdim=True) * mask).sum().div(mask.sum()).backward()
     (incident,) = scope.verdict.incidents
     assert (incident.phase, incident.origin.op, incident.origin.index, incident.origin.masked) == ("forward", "exp", (2, 1), masked)
+
+
+def test_what_a_backward_gave_is_told_of_that_and_not_of_the_call() -> None:
+    """The call made finite numbers: that it gave NaN would be false."""
+    seen = observe_returned("_scaled_dot_product_flash_attention_for_cpu", torch.tensor([0.0, math.nan]), 1, None, "block (Block)")
+    told = what(seen)
+    assert told.startswith("the backward of _scaled_dot_product_flash_attention_for_cpu gave NaN at [1] of [2]"), told

@@ -232,6 +232,15 @@ def observe_made(op: str, result: Tensor, flat: int, site: Site | None, module: 
     return Observation(phase=phase, origin=origin, outside=True)
 
 
+BACKWARD_OF = "the backward of "  # begins what stands for an expression, where what it gave is a gradient
+
+
+def observe_returned(op: str, gradient: Tensor, flat: int, site: Site | None, module: str) -> Observation:
+    """Return what the backward of a call inside the model gave; what the call itself had made was finite."""
+    seen = observe_made(op, gradient, flat, site, module, Phase.BACKWARD)
+    return replace(seen, origin=replace(seen.origin, expression=f"{BACKWARD_OF}{seen.origin.expression or op}"))
+
+
 def observe_gradient(
     op: str, name: str | None, gradient: Tensor, flat: int, site: Site | None, weight: Tensor | None = None
 ) -> Observation:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import PurePath
 
-from nanscope.locate.observe import CLIPPED, REPLACED, TOKENS
+from nanscope.locate.observe import BACKWARD_OF, CLIPPED, REPLACED, TOKENS
 from nanscope.report.clean import clean, numeral
 from nanscope.snapshot.observation import Origin
 from nanscope.text import show_index
@@ -66,6 +66,8 @@ def source_of(place: Origin, around: int, limit: int = 240) -> list[tuple[str, s
 
 def subject(place: Origin, limit: int = 240) -> str:
     """Return the code that made the origin: variable = expression, as far as known."""
+    if place.expression and place.expression.startswith(BACKWARD_OF):
+        return clean(place.expression, limit)
     if place.variable and place.expression and place.op != "input":
         return clean(f"{place.variable} = {place.expression}", limit)
     return clean(place.variable or place.expression or place.op, limit)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from nanscope.causes import CAUSES, Cause
-from nanscope.locate.observe import CLIPPED, REPLACED, TOKENS
+from nanscope.locate.observe import BACKWARD_OF, CLIPPED, REPLACED, TOKENS
 from nanscope.locate.origin import Location
 from nanscope.program.ops import DIVISORS, GROWING, NORMALISATIONS, PRODUCTS, ROOTS, SETS, STEEP, UNWRITTEN_FACTORIES
 from nanscope.roles import LOG_PROBS, OF_MODEL, Role, last_word, role_of
@@ -290,8 +290,9 @@ def _made(p: Origin, inside: str = "", suspect: bool = False) -> str:
     result = number(p.value)
     limit = f", {p.dtype} ends at exp({p.limit})" if p.limit is not None and math.isinf(p.value) else ""
     function = p.expression == f"{p.op}.backward"  # one that is custom, of which nothing more is known
+    back = (p.expression or "").startswith(BACKWARD_OF)
     part = p.op in SETS and (p.expression or "").startswith(f"{p.variable}[")  # that something is put into
-    subject = f"{p.variable} = {p.expression}" if p.variable and p.expression and not function and not part else ""
+    subject = f"{p.variable} = {p.expression}" if p.variable and p.expression and not (function or part or back) else ""
     subject = subject or p.expression or p.variable or p.op
     inside = f" in the gradient of {p.variable}{inside}" if function and p.variable else inside
     if not math.isfinite(p.value):

@@ -27,7 +27,7 @@ from nanscope.locate.describe import phase_of
 from nanscope.locate.facts import extent_of
 from nanscope.locate.forward import bad_sources, walk_back
 from nanscope.locate.location import came_in, is_masked, left_behind, locate, located
-from nanscope.locate.observe import observe, observe_made
+from nanscope.locate.observe import observe, observe_made, observe_returned
 from nanscope.locate.origin import Element, Location
 from nanscope.locate.trace import Trace
 from nanscope.program.calls import Computes, Leaf, Site
@@ -470,7 +470,7 @@ def _followed_back(recording: Recording, reruns: Reruns) -> Look | None:
         saved = None if left is None else only_seen(_left_behind(left.made))
         return _inside_backward(recording, made.function, reruns, module) or saved or _named_by(made.function, module)
     if left is None:
-        return only_seen(observe_made(made.op, made.gradient, made.flat, made.site, module, Phase.BACKWARD))
+        return only_seen(observe_returned(made.op, made.gradient, made.flat, made.site, module))
     seen = _left_behind(left.made)
     if left.dropped:
         origin = replace(seen.origin, masked=True, masked_by="its gradient is 0")
