@@ -211,16 +211,19 @@ def test_a_weight_has_the_name_that_it_has_in_the_largest_module(tmp_path: Path,
 
 
 @pytest.mark.parametrize(("kind", "given"), [(torch.optim.SGD, {}), (torch.optim.Adam, {}), (torch.optim.AdamW, {"weight_decay": 0.1})])
-def test_a_setting_that_no_update_survives_is_named(tmp_path: Path, kind: Any, given: dict[str, Any]) -> None:
-    """A learning rate that a schedule has made infinite is the reason, in the process and in the file, and no huge value of the weights."""
+@pytest.mark.parametrize("rate", [math.inf, math.nan], ids=["infinite", "NaN"])
+def test_a_setting_that_no_update_survives_is_named(tmp_path: Path, kind: Any, given: dict[str, Any], rate: float) -> None:
+    """A learning rate that a schedule has spoilt is the reason, in the process and in the file, and no huge value of the weights."""
     model = nn.Linear(2, 2)
-    optimizer = kind(model.parameters(), lr=math.inf, **given)
+    optimizer = kind(model.parameters(), lr=0.1, **given)
+    optimizer.param_groups[0]["lr"] = rate
+    named = f"(lr = {'NaN' if math.isnan(rate) else '+inf'})"
     with nanscope.watch(model, out=tmp_path) as scope:
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
     (incident,) = scope.verdict.incidents
-    assert (incident.phase, incident.cause) == ("optimizer", "bad_input") and f"{kind.__name__} (lr = +inf)" in incident.sentence
-    assert incident.snapshot is not None and "(lr = +inf)" in diagnose(nanscope.load(incident.snapshot)).sentence
+    assert (incident.phase, incident.cause) == ("optimizer", "bad_input") and f"{kind.__name__} {named}" in incident.sentence
+    assert incident.snapshot is not None and named in diagnose(nanscope.load(incident.snapshot)).sentence
 
 
 def test_a_setting_that_the_loop_has_worked_out_is_followed_to_what_made_it(tmp_path: Path) -> None:

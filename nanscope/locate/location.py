@@ -61,7 +61,7 @@ def _forward(trace: Trace, flat: int, alike: bool = True) -> Location:
         origin = _as_it_came(origin)
     chain = tuple(crossing_at(trace, *spot) for spot in reversed(root.path))
     phase = _PHASES.get(trace.program.computes) or phase_of(trace, origin, Phase.FORWARD)
-    if origin.given is not None:
+    if origin.given is not None and trace.program.computes is not Computes.UPDATE:  # there it is a setting
         phase, origin = Phase.INPUT, replace(origin, masked=None, drops=())  # all that is calculated with it is NaN
     return Location(phase, origin, chain, *_other(trace, root))
 

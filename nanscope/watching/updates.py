@@ -129,8 +129,8 @@ def huge_weights(weights: Iterable[tuple[str, nn.Parameter]], optimizers: Iterab
         return ""
     rates = [group.get("lr") for optimizer in optimizers for group in optimizer.param_groups]
     known = [float(rate) for rate in rates if isinstance(rate, (float, int, Tensor))]
-    by = f"; the learning rate is {number(max(known))}" if known else ""
-    return f"the weights are huge themselves, up to {number(most)} in {name}: an update before has made them so{by}"
+    by = f"; the learning rate is {number(max(known))} by now" if known else ""
+    return f"the weights are huge themselves, up to {number(most)} in {name}: an update before, or the code itself, has made them so{by}"
 
 
 def _is_fine(part: Tensor | None) -> TypeGuard[Tensor]:
