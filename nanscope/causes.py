@@ -132,7 +132,12 @@ CAUSES: dict[Cause, CauseInfo] = {
     Cause.BAD_INPUT: CauseInfo(
         "non-finite data came with the batch",
         ("reject_input", "drop_invalid_sample"),
-        ("a setting of the optimizer is not finite", "a number that the code gave is NaN", "a number that the code gave is infinite"),
+        (
+            "a setting of the optimizer is not finite",
+            "a number that the code gave is NaN",
+            "a number that the code gave is infinite",
+            "the code wrote it there",
+        ),
     ),
     Cause.UNINITIALIZED: CauseInfo("memory that was never written", ("initialise_memory",)),
     Cause.POISONED_WEIGHTS: CauseInfo("a weight is non-finite, and no loss of this step made it so", ("fix_upstream",)),

@@ -61,7 +61,7 @@ def _of_the_value(origin: Origin, phase: str, said: str) -> Iterator[str]:
         yield "nothing overflowed"
     if " gave " in said and math.isfinite(origin.value):
         yield "a finite value is said to have been given"
-    if (" came in as " in said) != (phase == "input"):
+    if (" came in as " in said or " was set to " in said) != (phase == "input"):
         yield f"came in or not: phase {phase}"
     if " ends at exp(" in said and not (origin.op in EXPONENTIALS and math.isinf(origin.value) and f"{origin.dtype} ends at" in said):
         yield "the limit is another's"

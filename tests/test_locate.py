@@ -26,6 +26,7 @@ from nanscope.locate.observe import observe
 from nanscope.locate.origin import Phase
 from nanscope.locate.trace import Trace
 from nanscope.roles import Role
+from nanscope.verdict.sentence import what
 
 INF, NAN = math.inf, math.nan
 
@@ -678,3 +679,27 @@ def test_what_a_softmax_by_hand_hides_is_not_what_its_empty_row_makes() -> None:
     for added in (False, True):
         found = record(partial(loss, added=added), leaf(4, 6), mask, (mask.sum(-1) > 0).float()).location
         assert found is not None and (found.origin.op, found.origin.index, found.origin.masked) == ("sub", (2, 0), True), found
+
+
+def test_a_number_that_the_code_put_into_data_is_told_with_its_line() -> None:
+    """Nothing came with the batch: a row of a buffer was never filled, or an element was overwritten."""
+
+    def filled(logps: Tensor, advantages: Tensor, value: float) -> Tensor:
+        kept = torch.full((3, 2), value)
+        kept[:2] = advantages[:2]
+        return (logps * kept).sum()
+
+    def overwritten(logps: Tensor, advantages: Tensor, value: float) -> Tensor:
+        kept = advantages.clone()
+        kept[2, 0] = value
+        return (logps * kept).sum()
+
+    for loss in (filled, overwritten):
+        recorded = record(partial(loss, value=NAN), leaf(3, 2), torch.ones(3, 2))
+        found = recorded.location
+        assert found is not None
+        seen = observe(found, recorded.trace)
+        line = loss.__code__.co_firstlineno + (1 if loss is filled else 2)
+        assert seen.facts.put == f"test_locate.py:{line}" and " was set to NaN at [2, 0]" in what(seen), what(seen)
+    came = record(lambda logps, advantages: (logps * advantages).sum(), leaf(3, 2), torch.full((3, 2), NAN))
+    assert came.location is not None and not observe(came.location, came.trace).facts.put

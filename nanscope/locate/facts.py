@@ -27,6 +27,7 @@ from nanscope.program.ops import (
     DIFFERENCES,
     DIVISIONS,
     DIVISORS,
+    LITERALS,
     LOG_SOFTMAXES,
     LOGARITHMS,
     NATURAL_EXPONENTIALS,
@@ -35,6 +36,7 @@ from nanscope.program.ops import (
     PRODUCTS,
     RESCALINGS,
     SEQUENCE_SUMS,
+    SETS,
     SHIFTS,
     SPREADS,
     SUMS,
@@ -46,8 +48,8 @@ from nanscope.program.ops import (
 )
 from nanscope.program.program import Program
 from nanscope.roles import Role
-from nanscope.snapshot.observation import Facts
-from nanscope.text import ravel
+from nanscope.snapshot.observation import Facts, Phase
+from nanscope.text import line_in, ravel
 
 
 def facts_of(location: Location, trace: Trace) -> Facts:
@@ -73,6 +75,7 @@ def facts_of(location: Location, trace: Trace) -> Facts:
         dropped=_is_dropped(origin, filled),
         zero_is_mask=program.computes is Computes.LOSS and trace.drops.mask_factor(origin.call, origin.value_id, origin.flat) is not None,
         extent=extent_of(~torch.isfinite(trace.values[origin.value_id]), origin.index) if origin.call is None else "",
+        put=_put_at(trace, origin) if location.phase is Phase.INPUT and origin.call is None else "",
         whole=not bool(torch.isfinite(trace.values[origin.value_id]).any()),
         multiplied=any(drop.how == "mask" for drop in origin.drops) and _meets_zero(location, program),
         plogp=origin.op in LOGARITHMS and call is not None and _times_own_operand(program, call),
@@ -189,6 +192,28 @@ def _of_no_logarithm(call: Call | None, location: Location, trace: Trace) -> boo
         Role.RATIO,
         Role.IS_WEIGHT,
     )
+
+
+def _put_at(trace: Trace, origin: Element) -> str:
+    """Return the line on which the code wrote out a number that is read as data; "" if it came with the data."""
+    value, flat, into_a_part = origin.value_id, origin.flat, False
+    while (call := trace.program.maker(value)) is not None:
+        site = trace.program.site_of(call)
+        given = (arg for arg in call.args if isinstance(arg, float))
+        if call.name in LITERALS and site is not None and not all(map(math.isfinite, given)):
+            return line_in(site.file, site.line)
+        if into_a_part and trace.values[value].numel() == 1 and site is not None:
+            return line_in(site.file, site.line)
+        into_a_part |= call.name in SETS
+        read = [
+            (source.value, int(source.flat[bad][0]))
+            for source in sources(call, trace.values, value, flat)
+            if (bad := ~torch.isfinite(trace.values[source.value].flatten()[source.flat])).any()
+        ]
+        if not read:
+            break
+        value, flat = read[0]
+    return ""
 
 
 def _is_given_infinity(call: Call | None, location: Location, program: Program) -> bool:

@@ -174,7 +174,8 @@ class Facts:
     code, written by another call than the origin's. number: a number that the code gave is NaN, or infinite. leaves_half: its
     gradient is beyond the range of half precision, in which it was computed, and within that of float32. degenerate: a decomposition of a
     matrix, or its backward, divides by 0: two eigenvalues are equal, or a pivot is 0; or a normalisation does. opposed: it is an infinity,
-    and where it becomes NaN another one is taken from it.
+    and where it becomes NaN another one is taken from it. put: the line of the code that put the number into what is read as data, "" if
+    none did.
     """
 
     coefficient: bool = False
@@ -199,6 +200,7 @@ class Facts:
     leaves_half: bool = False
     degenerate: bool = False
     opposed: bool = False
+    put: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,7 +111,12 @@ _VARIETIES: dict[Cause, tuple[Callable[[Observation], bool], ...]] = {
     Cause.SQRT_NEGATIVE: (lambda seen: seen.facts.cancelled,),
     Cause.SQRT_ZERO_GRAD: (lambda seen: seen.origin.op in STEEP - ROOTS or not abs(seen.origin.value) < LITTLE,),
     Cause.MAGNITUDE_OVERFLOW: (lambda seen: seen.origin.op in DIVISORS.keys() - {"pow"}, lambda seen: seen.origin.op not in GROWING),
-    Cause.BAD_INPUT: (of_setting, lambda seen: seen.facts.number and not is_infinite(seen), lambda seen: seen.facts.number),
+    Cause.BAD_INPUT: (
+        of_setting,
+        lambda seen: seen.facts.number and not is_infinite(seen),
+        lambda seen: seen.facts.number,
+        lambda seen: bool(seen.facts.put),
+    ),
     Cause.INF_TIMES_ZERO_COEF: (lambda seen: seen.facts.number,),
     Cause.FP16_OVERFLOW: (lambda seen: seen.facts.leaves_half,),
 }
@@ -208,6 +213,10 @@ def _came_in(seen: Observation) -> str:
     name = p.variable or "a tensor of the batch"
     if role_of(p.variable) is None and p.role in _OF_A_BATCH:
         name += f" ({p.role})"  # it was read by code that handles anything
+    if seen.facts.put:
+        read = f", and is read at {where}" if where != seen.facts.put else ""
+        name = name if p.variable else "a tensor"
+        return f"{name} was set to {number(p.value)}{_at(p)}{extent}{_inside(p)}, {seen.facts.put}{read}"
     allocated = seen.facts.unwritten and any(f"{made}(" in (p.expression or "") for made in UNWRITTEN_FACTORIES)
     return f"{name} came in as {number(p.value)}{_at(p)}{extent}{_inside(p)}, {'allocated' if allocated else 'read'} at {where}"
 
