@@ -399,7 +399,7 @@ class Examiner:
         """Nothing is bad that a loss reads, nor any gradient of it: go on before its custom functions, with what these gave back."""
         for leaf, parts in recording.led.items():
             for part, gradient in zip(parts, recording.returned.get(leaf, ()), strict=False):
-                if part is not None and gradient is not None:
+                if part is not None and gradient is not None and bool(is_finite(gradient)):
                     look = self._look_into(weighted(part, gradient), recording.calls, recording.frozen)
                     if look is not None:
                         return look

@@ -421,8 +421,10 @@ class Recording:
         flags = [is_finite(grad) for grad in returned if grad is not None]
         self.flags += flags
         on_cpu = all(flag.is_cpu for flag in flags)
-        if on_cpu and all(bool(flag) for flag in flags):
+        fine = on_cpu and all(bool(flag) for flag in flags)
+        if fine or not on_cpu:
             self._keep_returned(leaf, limit, returned)
+        if fine:
             return
         found = custom.seen(node, returned, received, self._leaves.get(leaf, leaf), 0 if self.tape is None else self.tape.length)
         if (on_cpu or found.bytes() <= limit) and self._holds(*found.saved, *found.received, *found.returned):
