@@ -150,7 +150,7 @@ def test_a_run_is_told_the_same_whether_or_not_such_writes_wait(
     assert bool(waited[1]["incidents"]) == (bad >= 0)
 
 
-SAID = {"rewards": "came in as NaN", "infinite": "came in as +inf", "old": "torch.log(old - old) gave −inf"}
+SAID = {"rewards": " was set to NaN", "infinite": " was set to +inf", "old": "torch.log(old - old) gave −inf"}
 
 
 @pytest.mark.parametrize("most", [1 << 24, 1 << 21, 1 << 19], ids=["all", "some", "few"])

@@ -88,7 +88,8 @@ class Remains:
         infinite = list[str]()
         models = list(self._modules.seen)
         if any(model not in self._known for model in models):
-            self._tape.notes.graph = graph_of(sum(weight.nbytes for model in models for weight in model.parameters()))
+            parts_of_all = (part for model in models for weight in model.parameters() if (part := local(weight)) is not None)
+            self._tape.notes.graph = graph_of(sum(part.numel() * part.element_size() for part in parts_of_all))
         for model in models:
             if model not in self._known:
                 self._known.add(model)
