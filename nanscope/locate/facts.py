@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nanscope.locate.drops import is_times_nothing
+from nanscope.locate.forward import bad_sources
 from nanscope.locate.half import leaves_half
 from nanscope.locate.matrices import is_degenerate
 from nanscope.locate.normalisations import is_flat
@@ -205,11 +206,7 @@ def _put_at(trace: Trace, origin: Element) -> str:
         if into_a_part and trace.values[value].numel() == 1 and site is not None:
             return line_in(site.file, site.line)
         into_a_part |= call.name in SETS
-        read = [
-            (source.value, int(source.flat[bad][0]))
-            for source in sources(call, trace.values, value, flat)
-            if (bad := ~torch.isfinite(trace.values[source.value].flatten()[source.flat])).any()
-        ]
+        read = bad_sources(trace, call, value, flat)
         if not read:
             break
         value, flat = read[0]
