@@ -183,3 +183,38 @@ def test_the_gradients_are_the_same_and_the_function_is_as_it_was() -> None:
             grads += [tensor.grad for tensor in (x, linear.weight) if tensor.grad is not None]
     assert torch.equal(grads[0], grads[2]) and torch.equal(grads[1], grads[3])
     assert torch.autograd.Function.__dict__["apply"] is apply
+
+
+def _partitioned(function: Callable[..., Any], *args: Any) -> Any:
+    return Partitioned.apply(function, False, *args)
+
+
+def _entropy(logits: Tensor, ids: Tensor, trap: bool) -> tuple[Tensor, Tensor]:
+    p = torch.softmax(logits, -1)
+    log_p = torch.where(p > 0, p.log(), 0.0) if trap else torch.log(p)
+    return -(p * log_p).sum(-1), torch.log_softmax(logits, -1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+
+
+@pytest.mark.parametrize("bad", [1, 2, 6])
+@pytest.mark.parametrize("trap", [False, True])
+@pytest.mark.parametrize("again", [_reentrant, _partitioned])
+def test_a_loss_that_is_computed_anew_is_looked_into(tmp_path: Path, again: Callable[..., Any], trap: bool, bad: int) -> None:
+    """As the entropy over a large vocabulary is: its line is told, whether forward or only backward goes bad, and what mends it is proven."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(7, 8), nn.Linear(8, 7))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with nanscope.watch(model, out=tmp_path) as scope:
+        for step in range(1, bad + 1):
+            mask = torch.ones(2, 4)
+            mask[1, BAD] = 0
+            logits = model(torch.arange(8).reshape(2, 4) % 7)
+            logits = logits - 200 * ((torch.arange(7) == 3) & (mask == 0).unsqueeze(-1)).float() * (step == bad)
+            entropy, log_p = again(lambda logits, ids: _entropy(logits, ids, trap), logits, torch.arange(8).reshape(2, 4) % 7)
+            loss = -(log_p * mask).sum() / 7 - 0.01 * (entropy * mask).sum() / 7
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    incident = scope.verdict.incidents[0]
+    assert (incident.origin.op, list(incident.origin.index), incident.origin.masked) == ("log", [1, BAD, 3], True), incident.sentence
+    assert str(incident.phase) == ("backward" if trap else "forward")
+    assert incident.origin.function == "_entropy" and incident.fixes[0].works, incident.fixes

@@ -19,6 +19,7 @@ from nanscope.capture.copies import Copies
 from nanscope.capture.differentiated import Part
 from nanscope.capture.mode import TapeMode
 from nanscope.capture.modules import Address, place_of
+from nanscope.capture.recomputing import is_checkpoint
 from nanscope.capture.seal import Seal, is_marked, sealed
 from nanscope.capture.source import definition_of
 from nanscope.capture.tape import Tape
@@ -78,8 +79,8 @@ class Repeated:
 
 
 def is_custom(node: Any) -> bool:
-    """Is an autograd node that of a function in Python, and not one of torch's own?"""
-    return not _module_of(node).startswith(("torch.", " "))
+    """Is an autograd node that of a function in Python that runs code which is not torch's own?"""
+    return not _module_of(node).startswith(("torch.", " ")) or is_checkpoint(node)
 
 
 def is_of_ranks(node: Any) -> bool:

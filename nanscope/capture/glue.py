@@ -56,6 +56,12 @@ def leading(program: Program, value: int) -> Program:
     return replace(program, calls=(*program.calls, copy), output=value)
 
 
+def with_gradients(program: Program, value: int) -> Program:
+    """Return a program whose calls after that which made a value are made with gradients."""
+    late = (any(out is not None and out > value for out in call.outs) for call in program.calls)
+    return replace(program, calls=tuple(replace(call, grad=call.grad or after) for call, after in zip(program.calls, late, strict=True)))
+
+
 def glue_before(tape: Tape, calls: Iterable[ModuleCall]) -> tuple[Glue, ...]:
     """Return what made the arguments of calls, as far as the tape knows it; nothing for what came in, or was written to since."""
     found: dict[tuple[Address, bool], Glue] = {}

@@ -20,6 +20,7 @@ from nanscope.capture.differentiated import Part
 from nanscope.capture.follow import Made, kinds_of
 from nanscope.capture.glue import Behind
 from nanscope.capture.modules import ModuleWatch, place_of, tensors_in
+from nanscope.capture.recomputing import is_checkpoint
 from nanscope.capture.rerun import Apart, Reruns
 from nanscope.capture.source import site_of
 from nanscope.errors import ProgramError, visible, words_of
@@ -506,6 +507,9 @@ def look_closely(recording: Recording, again: Callable[[], Look | None]) -> Look
     """Locate the origin in the recorded loss, and inside the model, by `again`, where it does not lie in the loss."""
     if recording.program is None:
         return again() or NOTHING
+    anew = _computed_anew(recording)
+    if anew is not None:
+        return anew
     trace = Trace.of(recording.program, recording.tensors, lean=True)
     first = Look(trace, locate(trace))
     for _ in range(FUNCTIONS):
@@ -528,6 +532,18 @@ def look_closely(recording: Recording, again: Callable[[], Look | None]) -> Look
     if deeper is None or deeper.location is not None or deeper.seen is not None:
         return first if deeper is None else _as_counted(deeper, trace, first.location)
     return replace(first, notes=deeper.notes, again=not deeper.kernel and deeper.knows_the_backward)
+
+
+def _computed_anew(recording: Recording) -> Look | None:
+    """A gradient that went bad in what a checkpoint computes once more: where it does in the same calls, and their own backward. None if it
+    does not, since that function does something else, too, or if there is none."""
+    spoilt = [found.leaf for found in recording.backwards if is_checkpoint(found.node) and found.spoilt()]
+    trial = replace(recording) if spoilt else recording
+    if not any([trial.opened(leaf) for leaf in spoilt]) or trial.program is None:
+        return None
+    trace = Trace.of(trial.program, trial.tensors, lean=True)
+    location = locate(trace)
+    return Look(trace, location, second=True) if location is not None and location.origin.born else None
 
 
 def _made_inside(trace: Trace, location: Location, again: Callable[[], Look | None]) -> Look | None:

@@ -19,11 +19,12 @@ from nanscope.capture.entries import Taken
 from nanscope.capture.failsafe import Failsafe
 from nanscope.capture.feeding import feeding
 from nanscope.capture.gauge import Gauged
-from nanscope.capture.glue import Behind, Glue, behind, glue_before, glue_within
+from nanscope.capture.glue import Behind, Glue, behind, glue_before, glue_within, with_gradients
 from nanscope.capture.hooks import Hook, hooks_of
 from nanscope.capture.modules import Address, ModuleCall, place_of, tensors_in
 from nanscope.capture.parts import Parts
 from nanscope.capture.reading import Reading
+from nanscope.capture.recomputing import is_checkpoint
 from nanscope.capture.tape import Tape
 from nanscope.capture.unseen import unseen
 from nanscope.frameworks.live import Glimpse
@@ -247,7 +248,11 @@ class Recording:
         glue = self.made_within.get(self.places.get(leaf) or place_of(self.tensors[leaf]))
         if glue is None or self.program is None or not glue.is_whole() or glue.program.leaf(leaf) is not None:
             return False  # what it was made by may begin at it: both lie in the same place
-        joined = join([glue.leading_to(leaf), self.program]).slice()
+        made = glue.leading_to(leaf)
+        if is_checkpoint(self.tensors[leaf].grad_fn):  # what it called without a gradient, it calls once more with one
+            given = max((part[0].output for part in self.led.get(leaf, ()) if part is not None), default=-1)
+            made = with_gradients(made, given)
+        joined = join([made, self.program]).slice()
         held = {**glue.tensors, **self.tensors}
         self.program, self.tensors = joined, {one.id: held[one.id] for one in joined.leaves}
         self.places = {**glue.places, **self.places}
