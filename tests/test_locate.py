@@ -703,3 +703,21 @@ def test_a_number_that_the_code_put_into_data_is_told_with_its_line() -> None:
         assert seen.facts.put == f"test_locate.py:{line}" and " was set to NaN at [2, 0]" in what(seen), what(seen)
     came = record(lambda logps, advantages: (logps * advantages).sum(), leaf(3, 2), torch.full((3, 2), NAN))
     assert came.location is not None and not observe(came.location, came.trace).facts.put
+
+
+def test_the_logarithm_of_a_product_with_a_mask_is_no_mask() -> None:
+    """It is infinite where the code took no care of the tokens that are left out. Of masks alone, it is what is added to scores."""
+
+    def computed(p: Tensor, mask: Tensor) -> Tensor:
+        return -(torch.log(p * mask) * mask).sum() / mask.sum()
+
+    def of_masks(scores: Tensor, mask: Tensor) -> Tensor:
+        added = scores + torch.log(mask * (mask > 0).float())
+        return (added * mask).sum()
+
+    mask = torch.ones(2, 3)
+    mask[1, 2] = 0
+    found = record(computed, leaf(2, 3).detach().abs().requires_grad_(), mask).location
+    assert found is not None and (found.origin.op, found.origin.index, found.origin.masked) == ("log", (1, 2), True), found
+    found = record(of_masks, leaf(2, 3), mask).location
+    assert found is not None and (found.origin.op, found.origin.index) == ("mul", (1, 2)), found

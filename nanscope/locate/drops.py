@@ -408,7 +408,9 @@ class Drops:
             carried = range(2) if call.name in SHIFTS else PAYLOAD.get(call.name, (0,))
             parts = self._tensors(v for position in carried if position < len(call.args) for v in refs(call.args[position]))
             return bool(parts) and all(masks(parts))
-        return call.name == "mul" and 0 not in call.args and (all if strict else any)(masks(self._zero_factors(call, before)))
+        if call.name != "mul" or 0 in call.args:
+            return False
+        return all(masks(self._tensors(call.inputs()))) if strict else any(masks(self._zero_factors(call, before)))
 
     def _tensors(self, values: Iterable[int]) -> list[int]:
         return [v for v in values if self.run.values[v].dim() > 0]

@@ -539,7 +539,8 @@ def _computed_anew(recording: Recording) -> Look | None:
     does not, since that function does something else, too, or if there is none."""
     spoilt = [found.leaf for found in recording.backwards if is_checkpoint(found.node) and found.spoilt()]
     trial = replace(recording) if spoilt else recording
-    if not any([trial.opened(leaf) for leaf in spoilt]) or trial.program is None:
+    opened = [leaf for leaf in spoilt if trial.opened(leaf)]
+    if not opened or trial.program is None:
         return None
     trace = Trace.of(trial.program, trial.tensors, lean=True)
     location = locate(trace)
