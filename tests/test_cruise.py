@@ -537,7 +537,7 @@ def test_a_run_is_told_the_same_whether_or_not_its_steps_are_recognised(
     options: dict[str, Any] = {"save_steps": [BAD - 1]}
     cruising, weights = watched(loop, tmp_path / "one", on_nonfinite, **options)
     assert len(recognised) >= (2 if on_nonfinite == "stop" else 4) or loop in UNSTEADY  # who stops has fewer steps
-    monkeypatch.setattr(Cruise, "stretch", lambda self: None)
+    monkeypatch.setattr(Cruise, "stretch", lambda self, root: None)
     before = len(recognised)
     plain, expected = watched(loop, tmp_path / "other", on_nonfinite, **options)
     assert len(recognised) == before
@@ -557,7 +557,7 @@ def test_a_run_is_told_the_same_whether_or_not_its_steps_are_recognised(
 def test_the_clip_of_a_step_is_that_of_this_step(cruises: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its bounds may be annealed: the history counts by those that were in force."""
     if not cruises:
-        monkeypatch.setattr(Cruise, "stretch", lambda self: None)
+        monkeypatch.setattr(Cruise, "stretch", lambda self, root: None)
     run = Annealed()
     with nanscope.watch(run.policy, out=tmp_path) as scope:
         run.run()

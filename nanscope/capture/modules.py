@@ -534,10 +534,10 @@ class ModuleWatch:
         self._before = {**self._before, **dict(outputs)} if calls else {}
 
     def wait(self, calls: Iterable[ModuleCall], read: Set[Address], own: Set[Address]) -> None:
-        """A backward pass was: remember those of its calls that another one may come to. read: outputs that it will. own: those that it has
-        been through."""
+        """A backward pass was, and its graph is gone: remember those of its calls that another one may come to. read: outputs of which
+        something is left that it may begin at. own: those that it has been through."""
         for call in calls:
-            waits = not read.isdisjoint(call.outputs) or own.isdisjoint(call.outputs)
+            waits = not read.isdisjoint(place for place in call.outputs if place not in own) or own.isdisjoint(call.outputs)
             if not call.told:  # whether another one comes to it nobody knows
                 waits = bool(read) and len(self._waiting) < KEPT_FROZEN
             if not call.is_gone() and (waits or call.roots_left() - own):

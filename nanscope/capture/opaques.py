@@ -10,6 +10,8 @@ from nanscope.capture.modules import Address
 from nanscope.capture.values import key_of
 from nanscope.program.local import is_plain
 
+AGAIN = RING // 8  # results that find no room until it is looked for once more: as many as are gone through for one of them
+
 
 class Opaques:
     """By where they lie: of another tensor in the same place, that is as it was, the same is known.
@@ -21,6 +23,7 @@ class Opaques:
         self._patience = self._crowd = patience
         self._made: dict[Address, tuple[Opaque, Handle]] = {}  # until they are read, or a backward pass is over
         self._lost: dict[Address, tuple[str, Handle]] = {}
+        self._turned_away = 0  # of which nothing is known, since all that there is room for is still there
 
     def __len__(self) -> int:
         return len(self._made)
@@ -34,9 +37,11 @@ class Opaques:
 
     def lose(self, tensor: Tensor, op: str) -> None:
         """A call has made it that had to make room. op: that."""
-        if len(self._lost) >= RING:
+        if len(self._lost) >= RING and self._turned_away % AGAIN == 0:
             self._lost = still_there(self._lost)
-        if is_plain(tensor) and len(self._lost) < RING:
+        room = len(self._lost) < RING
+        self._turned_away = 0 if room else self._turned_away + 1
+        if room and is_plain(tensor):
             self._lost[_place(tensor)] = op, Handle(tensor)
 
     def has(self, tensor: Tensor) -> bool:

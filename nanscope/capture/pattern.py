@@ -31,17 +31,19 @@ class Unlike(Exception):
 
 
 class Passage:
-    """One of them. whole: with what is left of the step before. key: equal for two that are alike. outer: tensors from outside."""
+    """One of them. root: what it leads to: what was computed beside that without a gradient has no part in it. whole: with what is left of
+    the step before. key: equal for two that are alike. outer: tensors from outside."""
 
-    def __init__(self, calls: Sequence[Raw], whole: bool = False) -> None:
-        self.calls, self.whole = calls, whole
+    def __init__(self, calls: Sequence[Raw], root: Tensor, whole: bool = False) -> None:
+        self._all, self.whole = calls, whole
+        self.calls = _leading_to(root, calls)
         self.outer: list[Tensor] = []
         self._versions: list[int] = []  # how often these had been written to when they were first read
         self._of_nothing: dict[Code, Tensor | None] = {}  # what calls have made that have read no tensor, where it is read
         self._codes: dict[int, tuple[Code, int]] = {}  # tensor by identity → code, and how often it had been written to
         self._places: dict[tuple[Any, ...], Code] = {}  # where those from outside lie that have no gradient
         self._read: list[list[int]] = []  # of each call what it was given: code × 2, + 1 if it wanted a gradient
-        self.key = tuple([self._told(number, call) for number, call in enumerate(calls)])
+        self.key = tuple([self._told(number, call) for number, call in enumerate(self.calls)])
 
     def _told(self, number: int, call: Raw) -> tuple[Any, ...]:
         operator, args, kwargs, results, seen, made, code, lasti, grad, module, _ = call
@@ -150,15 +152,45 @@ class Passage:
                 waiting += self.read(one // STRIDE) if one >= 0 and one not in leaves else ()
         return found
 
+    def once(self, numbers: Sequence[int]) -> list[int]:
+        """Return those of some calls that stand in a program: of equal views of one tensor that are there at once the last one is read, as
+        in `v[k] + rho * (r - v[k])`, and the first one is not missed."""
+        made: dict[int, tuple[Any, ...]] = {}  # by which calls: views, and of what
+        last: dict[tuple[Any, ...], int] = {}
+        read = set[int]()
+        for number in numbers:
+            read.update(last[made[one]] if one in made else one for one in (code // STRIDE for code in self.read(number)))
+            operator = self.calls[number][raw.OPERATOR]
+            if operator.view and not operator.mutable:
+                made[number] = told = (*self.read(number), *self.calls[number][raw.MADE][raw.ADDRESS : EACH])  # of what, and where it lies
+                last[told] = number
+        return [number for number in numbers if number not in made or number in read or number == numbers[-1]]
+
     def references(self) -> Counter[int]:
-        """Return how often each tensor is referred to by the calls, by identity."""
+        """Return how often each tensor is referred to by the calls, and those beside them, by identity."""
         return Counter(
-            id(item) for call in self.calls for item in (*tensors_of(call[raw.ARGS]), *(call[raw.RESULTS] if call[raw.SEEN] else ()))
+            id(item) for call in self._all for item in (*tensors_of(call[raw.ARGS]), *(call[raw.RESULTS] if call[raw.SEEN] else ()))
         )
 
     def times_read(self) -> Counter[Code]:
         """Return how often each tensor is among arguments."""
         return Counter(code for number in range(len(self.calls)) for code in self.read(number))
+
+
+def _leading_to(root: Tensor, calls: Sequence[Raw]) -> Sequence[Raw]:
+    """Return the calls that a tensor may have been made by, those that have made something with a gradient, and that have written to lists."""
+    read, found = {id(root)}, list[Raw]()
+    for call in reversed(calls):
+        results = call[raw.RESULTS]
+        if call[raw.SEEN]:
+            leads = not results or any(id(item) in read or item.requires_grad for item in results)
+        else:
+            leads = any(item.identity in read for item in results)
+        if leads:
+            found.append(call)
+            read.update(map(id, tensors_of(call[raw.ARGS])))
+    found.reverse()
+    return found
 
 
 def _lies(tensor: Tensor) -> tuple[Any, ...]:

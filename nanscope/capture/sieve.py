@@ -31,7 +31,7 @@ def sifted(
     numbers: list[int] = []
     read: set[int] = set()  # tensors that what is left reads
     went_on: set[int] = set()  # those of which something was made that has a gradient
-    references: dict[int, int] = {}  # to tensors that were written to, by what is still to be gone through
+    references = _references(pending)  # to tensors that were written to, by what is still to be gone through
     let_go = _let_go_of(pending) if buffers else {}
     while pending:
         noted = pending.pop()  # with which go its references to its arguments, unless it is left
@@ -41,8 +41,6 @@ def sifted(
             read.update(map(id, noted.holds))
             continue
         operator, args, _, results, seen, _, _, _, _, _, destroyed = noted
-        if operator.mutable and results and destroyed is None and id(results[0]) not in references:
-            references[id(results[0])] = _times_among(noted, id(results[0])) + _references(id(results[0]), pending)
         for item in results:
             if destroyed is not None:
                 lies = let_go.get(beginning(item)) if let_go else None
@@ -67,10 +65,10 @@ def sifted(
         else:
             if results:
                 if references:
-                    _let_go(noted, references)
+                    _count(noted, references, -1)
                 continue
         if references:
-            _let_go(noted, references)
+            _count(noted, references, -1)
         if operator.draws and not results[0].is_floating_point():  # what a choice was drawn from need not be made again for it
             args = ()
             noted = (operator, args, *noted[2:])
@@ -141,39 +139,27 @@ def _times_in(args: Sequence[object], item: object) -> int:
     return sum([arg is item for arg in args])
 
 
-def _references(tensor: int, pending: Sequence[Raw | Later]) -> int:
-    """How often do calls that wait refer to a tensor, by identity? Those before the one that made it cannot."""
-    found = 0
-    for call in reversed(pending):
+def _references(pending: Sequence[Raw | Later]) -> dict[int, int]:
+    """Return how often calls that wait refer to each tensor that they have written to, by identity."""
+    found = {id(call[raw.RESULTS][0]): 0 for call in pending if not isinstance(call, Later) and _has_written(call)}
+    for call in pending if found else ():
         if not isinstance(call, Later):
-            found += _times_among(call, tensor)
-            if _has_made(call, tensor):
-                break
+            _count(call, found, 1)
     return found
 
 
-def _times_among(call: Raw, tensor: int) -> int:
-    """How often does a call refer to it?"""
-    found = 0
-    for item in (*call[raw.ARGS], *call[raw.RESULTS]):
-        if id(item) == tensor:
-            found += 1
-        elif type(item) is list or type(item) is tuple:
-            found += sum([id(one) == tensor for one in tensors_of(item)])
-    return found
+def _has_written(call: Raw) -> bool:
+    """Has it written to a tensor, and not to a row of a buffer?"""
+    return bool(call[raw.OPERATOR].mutable and call[raw.RESULTS]) and call[raw.DESTROYED] is None
 
 
-def _has_made(call: Raw, tensor: int) -> bool:
-    """Was it not there before the call?"""
-    operator, args, _, results, seen, *_ = call
-    if operator.mutable or not any(tensor == (id(item) if seen else item.identity) for item in results):
-        return False
-    return not any(id(one) == tensor for one in tensors_of(args))
-
-
-def _let_go(call: Raw, references: dict[int, int]) -> None:
-    """A call was gone through: it refers to them no more."""
-    for tensor in [*references]:
-        references[tensor] -= _times_among(call, tensor)
-        if _has_made(call, tensor):
-            del references[tensor]
+def _count(call: Raw, references: dict[int, int], times: int) -> None:
+    """Add what a call refers to so often."""
+    for items in (call[raw.ARGS], call[raw.RESULTS]):
+        for item in items:
+            if id(item) in references:
+                references[id(item)] += times
+            elif type(item) is list or type(item) is tuple:
+                for one in tensors_of(item):
+                    if id(one) in references:
+                        references[id(one)] += times

@@ -102,7 +102,7 @@ class Cruise:
 
     def recognise(self, root: Tensor) -> None:
         """A backward pass is about to begin: find out whether its loss is known. root: that."""
-        self._found, self._stretch, self._numbered = None, self.stretch(), self._tape.numbered
+        self._found, self._stretch, self._numbered = None, self.stretch(root), self._tape.numbered
         if self._stretch is not None:
             self._found = self._recognised(self._stretch, root)
 
@@ -140,16 +140,16 @@ class Cruise:
         """Return how often tensors are referred to by what is held of a loss that was not recognised, by identity."""
         return {} if self._stretch is None else self._stretch.references()
 
-    def stretch(self) -> Passage | None:
-        """Return the calls since the last backward pass, None if they are not all there, or not to be compared with others."""
+    def stretch(self, root: Tensor) -> Passage | None:
+        """Return the calls since the last backward pass that lead to a tensor, None if they are not all there, or not to be compared with others."""
         calls = self._tape.stretch()
         if not calls or self._waits > 0:
             self._waits -= 1
             return None
         try:
-            found = Passage(calls)
+            found = Passage(calls, root)
             goes_back = self._tape.notes.goes_back(found.outer)
-            return Passage(self._tape.stretch(whole=True) or calls, whole=True) if goes_back else found
+            return Passage(self._tape.stretch(whole=True) or calls, root, whole=True) if goes_back else found
         except Unlike:
             return None
 
@@ -188,10 +188,11 @@ class Cruise:
         leaves = tuple(code for code in sorted(behind) if code < 0 or code in ends)
         made = tuple(sorted({code // STRIDE for code in behind.difference(leaves)}))
         origins = self._tape.chains.of(_outer(leaves, map(stretch.tensor, leaves)), self._tape.begun[stretch.whole])
-        own = list(zip(program.calls[-len(made) :], made, strict=False))
-        if origins is None or len(own) < len(made) or not all(call.op in stretch.calls[number][raw.OPERATOR].forms for call, number in own):
+        once = stretch.once(made)
+        own = list(zip(program.calls[-len(once) :], once, strict=False))
+        if origins is None or len(own) < len(once) or not all(call.op in stretch.calls[number][raw.OPERATOR].forms for call, number in own):
             return None
-        before = len(program.calls) > len(made)  # it reads what was computed before: that has no gradient
+        before = len(program.calls) > len(once)  # it reads what was computed before: that has no gradient
         for code, origin in zip(leaves, origins, strict=False):  # those from outside are the first
             if BUFFER in origin and code in ends:
                 continue  # its program begins with what the buffer holds
