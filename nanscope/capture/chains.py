@@ -21,6 +21,7 @@ from nanscope.program.ops import base_name
 Chain = frozenset[Place]  # where the calls were made that something came of
 BEFORE: Chain = frozenset([NOWHERE])  # stands for a chain that is a part of an earlier one
 BUFFER: Place = (None, -2)  # stands beside the last write to a buffer, and for all that it holds
+LOST: Place = (None, -3)  # stands for all that calls came of which had to make room: a state that is carried on from step to step
 LONG = 64  # calls that wait, one of the other, that are gone back over
 
 
@@ -100,7 +101,8 @@ class Chains:
             if entry is not None and base_name(entry.op) == LITERAL:
                 continue  # a literal, or numpy's memory, which the loop may have made a tensor before
             if known is None or (entry is None and (known.leaf is None or known.leaf.origin == "cut")):
-                return None
+                found.add(LOST)
+                continue
             if entry is not None:
                 found |= {(entry.code, entry.lasti)} if one < since else set()
                 way += entry.reads()

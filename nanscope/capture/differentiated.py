@@ -52,6 +52,7 @@ class Differentiated:
         self._task = -1
         self._passes: deque[Pass] = deque(maxlen=MOST)
         self._made: dict[Address, tuple[Pass, Handle]] = {}
+        self._crowd = CROWD
 
     @property
     def any(self) -> bool:
@@ -66,8 +67,9 @@ class Differentiated:
         for item in tensors_of(result):
             if is_plain(item):
                 self._made[key_of(item, PLAIN)[:4]] = self._passes[-1], Handle(item)
-        if len(self._made) > CROWD:
+        if len(self._made) > self._crowd:
             self._made = still_there(self._made)
+            self._crowd = CROWD + 2 * len(self._made)
 
     def of(self, tensor: Tensor) -> Pass | None:
         """Return the pass that made a tensor, None if none did."""

@@ -201,6 +201,7 @@ class Log:
         by_id, is_wanted = self._values.by_id, self._values.is_wanted
         readers = dict.fromkeys((*named, *read), self.count)  # value → the first call that stays and reads it
         detached = set(read).difference(named)  # values that are read by calls without gradient only
+        gradients: set[int] | None = None  # where those of weights lie, once somebody asks
         for index in reversed(list(self.entries)):
             if index < self.count - reach:
                 break
@@ -210,7 +211,9 @@ class Log:
             old = passing and index < self.count - young
             if any((out.id in readers and not (old and out.id in detached)) or is_wanted(out) for out in outs):
                 saved = not passing and all(out.id not in readers and self._values.is_saved(out) for out in outs)
-                if saved and not self._values.has_gradient(outs):
+                if saved and gradients is None:
+                    gradients = self._values.of_gradients()
+                if saved and gradients is not None and gradients.isdisjoint(out.key[0] for out in outs):
                     continue  # what a graph saves of its own results must not keep that graph
                 read = entry.reads()
                 if passing:

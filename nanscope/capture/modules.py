@@ -479,8 +479,12 @@ class ModuleWatch:
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients of the modules seen; where none has one, of those that ran without: a reentrant checkpoint."""
-        found = ([p.grad for _, p in self._parameters_of(modules).values() if p.grad is not None] for modules in (self.seen, self._without))
-        return next(filter(None, found), [])
+        for modules in (self.seen, self._without):
+            weights = {id(weight): weight for module in list(modules) for weight in module.parameters()}
+            found = [weight.grad for weight in weights.values() if weight.grad is not None]
+            if found:
+                return found
+        return []
 
     def memory(self) -> Iterator[Tensor]:
         """Yield the weights, buffers and gradients of all models that were called."""

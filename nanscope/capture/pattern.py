@@ -178,7 +178,7 @@ class Passage:
 
 
 def _leading_to(root: Tensor, calls: Sequence[Raw]) -> Sequence[Raw]:
-    """Return the calls that a tensor may have been made by, those that have made something with a gradient, and that have written to lists."""
+    """Return the calls that a tensor may have been made by, and those that have made something with a gradient, or written to lists."""
     read, found = {id(root)}, list[Raw]()
     for call in reversed(calls):
         results = call[raw.RESULTS]

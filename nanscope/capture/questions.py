@@ -53,7 +53,7 @@ class Questions:
         return [one for one in contents if one is not None and one.is_floating_point() and not one.requires_grad]
 
     def _is_of_gradients(self, tensor: Tensor) -> bool:
-        places = {grad.data_ptr() for grad in self._known.gradients() if is_plain(grad)}
+        places = self._known.of_gradients()
         return bool(places) and any(_place(one) in places for one in self._back(tensor))
 
     def _back(self, tensor: Tensor, goes_on: Callable[[Tensor | Value], bool] = lambda one: True) -> Iterator[Tensor | Value]:

@@ -193,10 +193,9 @@ class Values:
         tensor = value.tensor
         return tensor is not None and references(tensor) == OURS + 1 + besides and uses(tensor) > 1
 
-    def has_gradient(self, values: Iterable[Value]) -> bool:
-        """Is one of these the gradient of a weight? That holds it as a graph would, and an optimizer comes back for it."""
-        places = {value.key[0] for value in values}
-        return any(grad.data_ptr() in places for grad in self.gradients() if is_plain(grad))
+    def of_gradients(self) -> set[int]:
+        """Return where the gradients of weights lie. A weight holds its own as a graph would, and an optimizer comes back for it."""
+        return {grad.data_ptr() for grad in self.gradients() if is_plain(grad)}
 
     def register(
         self, tensor: Tensor, made: int, diff: bool, view: bool | None, read: list[int], writes: int, lay: Lying | None = None

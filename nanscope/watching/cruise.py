@@ -141,14 +141,15 @@ class Cruise:
         return {} if self._stretch is None else self._stretch.references()
 
     def stretch(self, root: Tensor) -> Passage | None:
-        """Return the calls since the last backward pass that lead to a tensor, None if they are not all there, or not to be compared with others."""
+        """Return the calls since the last backward pass that lead to a loss, None if they are not all there, or not to be compared with
+        others. root: that."""
         calls = self._tape.stretch()
         if not calls or self._waits > 0:
             self._waits -= 1
             return None
         try:
             found = Passage(calls, root)
-            goes_back = self._tape.notes.goes_back(found.outer)
+            goes_back = self._tape.notes.goes_back(one for one in found.outer if one.requires_grad)
             return Passage(self._tape.stretch(whole=True) or calls, root, whole=True) if goes_back else found
         except Unlike:
             return None
