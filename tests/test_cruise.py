@@ -183,6 +183,40 @@ class CarriedOn(Loop):
         return value + 1e-3 * scale * value
 
 
+class Recursive(Loop):
+    """Of one tensor there are equal views at once, and views that lie alike and are called otherwise."""
+
+    def loss(self) -> Tensor:
+        values = self.policy(self.given())[1].T
+        found, last = [], values[-1]
+        for k in range(TOKENS - 2, -1, -1):
+            last = values[k] + 0.5 * (0.9 * values[k + 1] - values[k]) + 0.4 * (last - values[k + 1])
+            found.append(last)
+        held = torch.stack(found).square().mean()
+        return super().loss() + (torch.log(held - held) if self.is_bad else 0.1 * held)
+
+
+class Evaluates(Loop):
+    """Before each loss the model is tried out, as often as it comes to; what that gave is held."""
+
+    def loss(self) -> Tensor:
+        with torch.no_grad():
+            for _ in range(self.step % 3):
+                self.tried = self.policy(self.seen)[1].mean() * 0.5
+        return super().loss() * (math.nan if self.is_bad else 1.0)
+
+
+class Simulates(Loop):
+    """A state goes on from step to step, and is what the loss is about."""
+
+    state = torch.ones(ROWS, TOKENS, WIDTH)
+
+    def given(self) -> Tensor:
+        for _ in range(3):
+            self.state = 0.9 * self.state + 0.1 * self.seen
+        return torch.log(self.state * 0) if self.is_bad else self.state
+
+
 class Annealed(Loop):
     """Numbers of the loss are others in every step."""
 
@@ -485,6 +519,7 @@ LOOPS: tuple[type[Loop], ...] = (
     AccumulatedLate, Normalised, CarriedOn, Annealed, AnnealedAway, ScaledAtLast, RunningUp, SeveralModels, SeveralOptimizers,
     OneLossOfTwoOptimizers, KeepsItsNumbers, OfATemporary, Drawn, Prepared, PreparedForSeveral, PreparedInParts, KeptForSeveral, Bounded, ScaledInPlace, OfArrays,
     Remembers, RemembersTheLoss, RemembersArrays, RollsOut, Raises, Dropped,
+    Recursive, Evaluates, Simulates,
 )  # fmt: skip
 UNSTEADY = (CarriedOn, SeveralModels, Normalised, KeepsItsNumbers)  # whose steps need not be recognised
 

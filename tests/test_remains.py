@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -545,3 +547,55 @@ def test_a_bias_that_forbids_a_token_is_a_mask(tmp_path: Path, later: float | No
                     body.bias[1] = later
     assert scope.verdict.healthy == (later is None), scope.verdict.sentence
     assert "1 of 5 elements of the weight bias were infinite when it came" in scope.verdict.notes[0].text
+
+
+class Adapted(nn.Module):
+    """Of two adapters one is in use."""
+
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        self.lm, self.used = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+        self.other = nn.Parameter(torch.zeros(4), requires_grad=not frozen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lm(x) + self.used
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_weight_that_has_no_gradient_was_not_updated(tmp_path: Path, optimizer: Any, frozen: bool) -> None:
+    """What the loop writes into it is told as that, and at the end of the block where no optimizer has it."""
+    torch.manual_seed(0)
+    model, count = Adapted(frozen), torch.zeros(())
+    steps = optimizer([weight for weight in model.parameters() if weight.requires_grad], lr=0.1)
+    with nanscope.watch(model, out=tmp_path) as scope:
+        for step in range(1, 5):
+            steps.zero_grad()
+            model(torch.ones(2, 4)).square().mean().backward()
+            steps.step()
+            if step == 2:
+                with torch.no_grad():
+                    model.other.copy_(model.used / count)
+    incident = scope.verdict.incidents[0]
+    assert "other" in incident.sentence and type(steps).__name__ not in incident.sentence, incident.sentence
+    assert "model.other.copy_" in incident.sentence or "model.used / count" in incident.sentence, incident.sentence
+
+
+def test_an_average_of_the_weights_that_goes_bad_is_told(tmp_path: Path) -> None:
+    """It is what is saved in the end, and no loss reads it; it runs without gradient."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    average = copy.deepcopy(model).requires_grad_(False)
+    steps = torch.optim.SGD(model.parameters(), lr=0.1)
+    with nanscope.watch(model, out=tmp_path) as scope:
+        for step in range(1, 5):
+            steps.zero_grad()
+            model(torch.ones(2, 4)).square().mean().backward()
+            steps.step()
+            count = torch.tensor(0.0 if step == 4 else float(step))
+            with torch.no_grad():
+                for own, weight in zip(average.parameters(), model.parameters(), strict=True):
+                    own.add_((weight - own) / count)
+                average(torch.ones(2, 4))
+    incident = scope.verdict.incidents[0]
+    assert incident.origin.operands[-1][1] == 0 and "of a Linear that ran without gradient" in incident.sentence, incident.sentence

@@ -52,6 +52,19 @@ class Chains:
             found.append(chain)
         return tuple(found)
 
+    def lead_to_graphs(self, tensors: Iterable[Tensor]) -> bool:
+        """Has one of some tensors a gradient, or did a call that waits read what has one to make it?"""
+        seen, way = set[int](), list(tensors)
+        while way:
+            one = way.pop()
+            if one.requires_grad:
+                return True
+            made = self._notes.maker(one) if is_plain(one) else None
+            if made is not None and id(made.seen) not in seen:
+                seen.add(id(made.seen))
+                way += tensors_of(made.args)
+        return False
+
     def _waiting(self, tensor: Tensor, seen: set[int]) -> tuple[Chain, list[Tensor]] | None:
         """Return the calls that wait and that a tensor came of, and what they have read that none of them has made; None if that cannot be
         told, or it has a gradient. seen: calls that were gone through before."""
@@ -100,9 +113,11 @@ class Chains:
             entry = entries.get(made_by.get(one, -1))
             if entry is not None and base_name(entry.op) == LITERAL:
                 continue  # a literal, or numpy's memory, which the loop may have made a tensor before
-            if known is None or (entry is None and (known.leaf is None or known.leaf.origin == "cut")):
+            if known is None and one in self._log.pushed_out:
                 found.add(LOST)
                 continue
+            if known is None or (entry is None and (known.leaf is None or known.leaf.origin == "cut")):
+                return None
             if entry is not None:
                 found |= {(entry.code, entry.lasti)} if one < since else set()
                 way += entry.reads()

@@ -40,6 +40,7 @@ class Log:
         self._lasting: deque[int] = deque()  # calls without gradient on small tensors: kept until pushed out by newer ones
         self._large: deque[int] = deque()  # those of them that made something large, and perhaps some that are gone
         self._owned: dict[int, list[int]] = {}  # call → leaves that it was the first to read
+        self.pushed_out: deque[int] = deque(maxlen=RING)  # values without gradient that had to make room, the last ones
         self._searched = 0, 0  # older calls than that number have no room for so many bytes, until the next backward pass
         self._needed: set[int] = set()  # values that calls with a gradient read, and what these were made of
         values.evict, values.comes_again = self._evict, self._comes_again
@@ -159,6 +160,8 @@ class Log:
         """Forget a call for want of room: what somebody still holds of it was computed here all the same."""
         entry = self.entries.get(index)
         for out in entry.outs if entry is not None else ():
+            if out is not None:
+                self.pushed_out.append(out)
             value = None if out is None else self._values.by_id.get(out)
             if entry is not None and value is not None and value.tensor is not None and self._values.is_wanted(value):
                 self.lost(value.tensor, entry.op)

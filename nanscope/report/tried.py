@@ -21,6 +21,7 @@ from nanscope.verdict.incident import Fix, Incident
 from nanscope.verdict.layout import Layout
 
 INPUT_GRADIENTS = "input gradients"  # of what comes into the loss
+UNRUN = "makes the loss finite; no gradient was run"
 HEADS = ("replay", "what", "loss", INPUT_GRADIENTS, "healthy {unit}", "outcome")
 
 
@@ -30,8 +31,14 @@ def unit_of(incident: Incident) -> str:
 
 
 def unmeasured(incident: Incident) -> str:
-    """Return what is said of a fix that heals, where no number is left that it might have changed."""
-    return f"which heals; healthy {unit_of(incident)} not measured"
+    """Return what is said of a fix that heals, where no number is left that it might have changed. Of a loss without any gradient, as that
+    of a function whose backward is its own, no more is known than that it is finite."""
+    without = any(row.kind == "recorded" and _has_no_gradient(row.loss, row.total) for row in incident.rows)
+    return f"which {UNRUN}" if without else f"which heals; healthy {unit_of(incident)} not measured"
+
+
+def _has_no_gradient(loss: float | None, total: int) -> bool:
+    return loss is not None and not total
 
 
 def heads_of(incident: Incident) -> tuple[str, ...]:
@@ -161,7 +168,7 @@ def _outcome(row: Row, best: bool, note: str, unit: str) -> tuple[str, str]:
         return f"{words}: {note}" if note else words, "proven" if row.works else "harm"
     if not row.works:
         return f"✗ then {clean(row.then, 60)}" if row.then else f"✗ {note or 'does not heal'}", "harm"
-    price = clean(row.cost, 120) or _price(row.distortion, unit)
+    price = clean(row.cost, 120) or (UNRUN if _has_no_gradient(row.loss, row.total) else _price(row.distortion, unit))
     return (("✓ best" if best else "✓ heals, too"), "proven") if row.proven else (f"≈ {price}", "quiet")
 
 
@@ -187,7 +194,8 @@ def distortion_words(distortion: float | None) -> str:
 def fix_words(fix: Fix, unit: str) -> str:
     """Return what came out under a fix that works. unit: as `unit_of` has it."""
     healthy = distortion_words(real(fix.distortion))
-    return f"loss {numeral(fix.loss)} · {INPUT_GRADIENTS} finite" + (f" · healthy {unit} {healthy}" if healthy != "–" else "")
+    gradients = "no gradient was run" if _has_no_gradient(fix.loss, fix.total) else f"{INPUT_GRADIENTS} finite"
+    return f"loss {numeral(fix.loss)} · {gradients}" + (f" · healthy {unit} {healthy}" if healthy != "–" else "")
 
 
 def reproduction(incident: Incident) -> str:

@@ -149,7 +149,8 @@ class Cruise:
             return None
         try:
             found = Passage(calls, root)
-            goes_back = self._tape.notes.goes_back(one for one in found.outer if one.requires_grad)
+            before = [one for one in found.outer if self._tape.notes.goes_back([one])]
+            goes_back = self._tape.chains.lead_to_graphs(before)  # else what was computed before is told by where that was
             return Passage(self._tape.stretch(whole=True) or calls, root, whole=True) if goes_back else found
         except Unlike:
             return None

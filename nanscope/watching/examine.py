@@ -32,7 +32,7 @@ from nanscope.locate.origin import Location
 from nanscope.locate.trace import Trace
 from nanscope.program.calls import Computes
 from nanscope.program.local import local, memory_of
-from nanscope.program.numbers import count_bad, is_finite
+from nanscope.program.numbers import count_bad, first_nonfinite, is_finite
 from nanscope.snapshot.observation import (
     CHANGED,
     FROZEN,
@@ -64,7 +64,7 @@ from nanscope.watching.look import (
 )
 from nanscope.watching.narrow import to_save, with_beside
 from nanscope.watching.oddities import infinite_norm, look_for_spike, overflowing_clip, overflowing_norm, repeated_tokens
-from nanscope.watching.optimizers import Optimizers, settings_in_words, unusable, updated_by
+from nanscope.watching.optimizers import Optimizers, is_left_alone, settings_in_words, unusable, updated_by
 from nanscope.watching.recording import Recording
 from nanscope.watching.remains import AT_END
 from nanscope.watching.scale import unscaled
@@ -453,6 +453,9 @@ class Examiner:
         named = self.modules.parameters()
         parameter = next(weight for weight in updated_by(optimizer) if not bool(is_finite(weight)))
         name = name_of(parameter, named)
+        if is_left_alone(optimizer, parameter):  # the loop has written to it before this update, or after the last one
+            seen = observe_made("parameter", parameter, first_nonfinite(parameter) or 0, None, "", Phase.WEIGHTS, name)
+            return replace(blank, observation=seen, found=seen)
         recorded = written_look(self.tape, parameter, Computes.UPDATE) if self.tape.storages.was_written(parameter, calls) else None
         fine = was_fine(parameter) or _took_part(parameter)
         look = recorded or update_look(optimizer, parameter, name or "weight", self.tape.budget, first, fine, self.tape)

@@ -95,6 +95,11 @@ def updated_by(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def is_left_alone(optimizer: torch.optim.Optimizer, weight: nn.Parameter) -> bool:
+    """Does an optimizer of torch's pass a weight by, since it has no gradient?"""
+    return weight.grad is None and type(optimizer).__module__.startswith("torch.optim.")
+
+
 def _owner(optimizer: torch.optim.Optimizer, modules: Iterable[nn.Module]) -> nn.Module | None:
     """Return the smallest module that the optimizer's first parameter is in: a wrapper of several holds it, too."""
     first = next(iter(updated_by(optimizer)), None)

@@ -60,6 +60,7 @@ class Remains:
     def __init__(self, modules: ModuleWatch, tape: Tape, optimizers: Optimizers) -> None:
         self._modules, self._tape, self.optimizers = modules, tape, optimizers
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._aside: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._owners: list[Owner] = []  # of buffers that were finite
         self._were_fine: set[str] = set()  # their names, for good
         self._came: dict[int, AsItCame] = {}  # weights by identity
@@ -90,6 +91,9 @@ class Remains:
         if any(model not in self._known for model in models):
             parts_of_all = (part for model in models for weight in model.parameters() if (part := local(weight)) is not None)
             self._tape.notes.graph = graph_of(sum(part.numel() * part.element_size() for part in parts_of_all))
+        for model in self._modules.outermost():
+            if model not in self._aside and model not in self._modules.seen:
+                self._look_aside(model, step)
         for model in models:
             if model not in self._known:
                 self._known.add(model)
@@ -116,6 +120,15 @@ class Remains:
                         infinite.append(f"{came.infinite:,} of {of} of the weight {name} were infinite when it came, and it stays so")
         return infinite
 
+    def _look_aside(self, model: nn.Module, step: int) -> None:
+        """A model that nobody trains, as an average of another one: were its weights finite when it came?"""
+        self._aside.add(model)
+        weights = [(weight, part) for weight in model.parameters() if (part := _floating(local(weight))) is not None]
+        fine = torch.stack([is_finite(part).cpu() for _, part in weights]).tolist() if weights else []
+        for (weight, _), flag in zip(weights, fine, strict=True):
+            if flag:
+                self._came.setdefault(id(weight), AsItCame(weakref.ref(weight), step))
+
     def but_masks(self, weights: Sequence[Tensor]) -> list[Tensor]:
         """Leave out those that hold as many infinities as when they were first seen, and no NaN: a bias of −inf forbids a token."""
         return [one for one in weights if not self._is_mask(one)]
@@ -129,13 +142,16 @@ class Remains:
         came = self._came.get(id(weight))
         return came if came is not None and came.weight() is weight else None
 
+    def _came_finite(self, weight: Tensor) -> bool:
+        came = self._as_it_came(weight)
+        return came is not None and came.fine_at is not None
+
     def _is_unwritten(self, weight: Tensor) -> bool:
         return is_fresh(self._tape, weight)
 
     def was_fine(self, weight: Tensor) -> bool:
         """Is a weight known to have been finite, and was nobody but an optimizer seen to write to it since?"""
-        came = self._as_it_came(weight)
-        known = self._last_fine(weight)[0] is not None or (came is not None and came.fine_at is not None)
+        known = self._last_fine(weight)[0] is not None or self._came_finite(weight)
         return known and self._writers.get(id(weight)) is None
 
     def learn(self, other: Remains) -> None:
@@ -249,11 +265,13 @@ class Remains:
     def bad(self) -> Observation | None:
         """Return the first weight or buffer that is bad when the block ends, and that no update is known to have made so; None if none is.
 
-        What optimizers update may be in no model.
+        What optimizers update may be in no model. Of what nobody trains (a frozen adapter, an average) that counts which came finite, and
+        does more than to forbid something.
         """
-        known = self._modules.parameters()
+        known = {id(one): (name, one) for name, one in self._modules.weights()}
         all_known = self.but_masks([*(one for _, one in known.values()), *self.optimizers.parameters()])
-        weights = {id(one): one for one in all_known if one.requires_grad and id(one) not in self.optimizers.spoilt}
+        mine = (one for one in all_known if one.requires_grad or (self._came_finite(one) and not _forbids(one)))
+        weights = {id(one): one for one in mine if id(one) not in self.optimizers.spoilt}
         if count_bad(list(weights.values())):
             bad = next(one for one in weights.values() if not bool(is_finite(one)))
             name = known[id(bad)][0] if id(bad) in known else "weight"
@@ -272,6 +290,12 @@ def _readable(owner: Owner) -> Tensor | None:
 
 def _floating(part: Tensor | None) -> Tensor | None:
     return part if part is not None and part.is_floating_point() and part.numel() else None
+
+
+def _forbids(weight: Tensor) -> bool:
+    """Is all that is not finite of a weight −inf, as of a bias that forbids a token?"""
+    part = local(weight)
+    return part is None or bool((torch.isfinite(part) | torch.isneginf(part)).all())
 
 
 def _infinite(part: Tensor) -> int:
