@@ -59,6 +59,7 @@ CAUSES: dict[Cause, CauseInfo] = {
             "exp of an exponent far above the others",
             "a power overflows by its exponent",
             "exp overflows, where the loss does not count it",
+            "exp overflows",
         ),
     ),
     Cause.SEQ_RATIO_OVERFLOW: CauseInfo(

@@ -141,7 +141,7 @@ WHAT = {  # what happened: observation -> sentence
         seen("addcdiv", NAN, variable="q.weight", **UPDATE), "the update of AdamW made q.weight NaN at [0, 1] of [2, 3].",
     ),
     "an update by an unknown op": (
-        seen("unknown", NAN, 1.0, weight="w", phase=Phase.OPTIMIZER), "the update of the optimizer made w NaN at [0, 1] of [2, 3].",
+        seen("unknown", NAN, 1.0, weight="w", phase=Phase.OPTIMIZER), "the update of the optimizer made w NaN at [0, 1] of [2, 3], loss.py:12.",
     ),
     "an update of a weight that was not named": (
         seen("addcdiv", NAN, 1.0, **UPDATE), "the update of AdamW made a weight NaN at [0, 1] of [2, 3].",

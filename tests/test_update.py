@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -354,3 +355,35 @@ def test_of_an_update_that_is_made_again_the_element_is_told_that_went_bad(tmp_p
     assert (incident.origin.op, incident.origin.index, incident.cause) == ("div", (2,), "zero_denominator")
     assert any(fix.works for fix in incident.fixes)
     assert nanscope.verdict.diagnose.verdict([nanscope.load(incident.snapshot)]).incidents[0].origin == incident.origin
+
+
+class Restores(torch.optim.Optimizer):
+    """What it divides by is put right again at the end of its step."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"count": 4.0, "eps": 1e-8})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight.sub_(0.1 * weight.grad / torch.tensor(group["count"]))
+            group["count"] = 4.0
+
+
+def test_of_an_update_that_does_not_come_out_again_no_formula_is_made_up(tmp_path: Path) -> None:
+    """Its optimizer is told, where it is written, and why nothing more."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = Restores(model.parameters())
+    with nanscope.watch(model, out=tmp_path) as scope:
+        for step in range(1, 4):
+            optimizer.zero_grad()
+            model(torch.ones(4, 3)).square().mean().backward()
+            optimizer.param_groups[0]["count"] = 0.0 if step == 2 else 4.0
+            optimizer.step()
+    incident = scope.verdict.incidents[0]
+    line = inspect.unwrap(Restores.step).__code__.co_firstlineno + 1
+    assert "the update of Restores made weight" in incident.sentence, incident.sentence
+    assert (incident.origin.op, incident.origin.line) == ("unknown", line)
+    assert any(note.slug == "not_run_again" and "came out finite" in note.text for note in incident.notes), incident.notes

@@ -106,7 +106,7 @@ _VARIETIES: dict[Cause, tuple[Callable[[Observation], bool], ...]] = {
     ),
     Cause.ZERO_DIV_ZERO: (lambda seen: seen.origin.op in NORMALISATIONS, lambda seen: seen.facts.degenerate),
     Cause.ZERO_DENOMINATOR: (lambda seen: seen.facts.degenerate, lambda seen: seen.facts.computed),
-    Cause.EXP_OVERFLOW: (_is_spike, lambda seen: seen.origin.op == "pow", is_masked),
+    Cause.EXP_OVERFLOW: (_is_spike, lambda seen: seen.origin.op == "pow", is_masked, lambda seen: seen.origin.masked is None),
     Cause.SEQ_RATIO_OVERFLOW: (_is_spike,),
     Cause.SQRT_NEGATIVE: (lambda seen: seen.facts.cancelled,),
     Cause.SQRT_ZERO_GRAD: (lambda seen: seen.origin.op in STEEP - ROOTS or not abs(seen.origin.value) < LITTLE,),
@@ -262,6 +262,7 @@ def _update(seen: Observation) -> str:
         return f"the update of {seen.optimizer}{settings} made {seen.weight} non-finite: {_made(p)}"
     name = seen.optimizer or "the optimizer"
     where = f", in a hook on its gradient, {_where(p.file, p.line)}" if p.op == "opaque" and p.file else ""
+    where = f", {_where(p.file, p.line)}" if p.op == "unknown" and p.file else where
     return f"the update of {name}{settings} made {p.variable or seen.weight or 'a weight'} {number(p.value)}{_at(p)}{where}"
 
 

@@ -10,20 +10,27 @@ import torch
 from torch import Tensor, nn
 
 from nanscope.capture.modules import Compiled
+from nanscope.capture.source import definition_of
 from nanscope.locate.observe import observe_gradient, observe_made, observe_weight
 from nanscope.program.calls import Site
 from nanscope.program.numbers import first_nonfinite
 from nanscope.snapshot.observation import CHANGED, COMPILED_BACKWARD, HANDED, HOOKED, RECEIVED, REDUCED, Kind, Observation, Phase
 from nanscope.torch_inside import gradient_hooks
 from nanscope.watching.look import Look
+from nanscope.watching.optimizers import is_torchs
 from nanscope.watching.recording import Recording
 
 
 def update_seen(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str | None) -> Observation:
-    """Return what an update did to a weight that it made non-finite."""
+    """Return what an update did to a weight that it made non-finite. Of an optimizer that is none of torch's no formula is known, but where
+    it is written."""
     group = next(group for group in optimizer.param_groups if any(one is parameter for one in group["params"]))
-    seen = observe_weight(name, parameter, first_nonfinite(parameter) or 0, group)
-    return replace(seen, optimizer=type(optimizer).__name__)
+    kind = type(optimizer)
+    seen = replace(observe_weight(name, parameter, first_nonfinite(parameter) or 0, group), optimizer=kind.__name__)
+    if is_torchs(optimizer):
+        return seen
+    site, origin = definition_of(kind.step, f"{kind.__name__}.step"), replace(seen.origin, op="unknown")
+    return replace(seen, origin=origin if site is None else replace(origin, file=site.file, line=site.line, function=site.function))
 
 
 def by_hook(name: str, weight: nn.Parameter, optimizer: str) -> Observation:

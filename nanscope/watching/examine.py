@@ -64,7 +64,7 @@ from nanscope.watching.look import (
 )
 from nanscope.watching.narrow import to_save, with_beside
 from nanscope.watching.oddities import infinite_norm, look_for_spike, overflowing_clip, overflowing_norm, repeated_tokens
-from nanscope.watching.optimizers import Optimizers, is_left_alone, settings_in_words, unusable, updated_by
+from nanscope.watching.optimizers import Optimizers, is_left_alone, is_torchs, settings_in_words, unusable, updated_by
 from nanscope.watching.recording import Recording
 from nanscope.watching.remains import AT_END
 from nanscope.watching.scale import unscaled
@@ -76,6 +76,7 @@ from nanscope.watching.written import update_look, written_look
 
 log = logging.getLogger("nanscope")
 
+LEFT_BEHIND = "the update of {} was made again from what it left behind, and came out finite: something that it reads has changed since"
 BY_HAND = "the training loop"  # stands for an optimizer that there is none of
 
 CLIPPED = 8  # gradients that are asked how they became 0; a clip treats all alike
@@ -464,6 +465,8 @@ class Examiner:
         look = self._setting_look(unfit) or look
         if look.trace is None and look.seen is None:
             look = replace(look, seen=replace(update_seen(optimizer, parameter, name), settings=infinite))
+            if not (is_torchs(optimizer) or look.notes or infinite):
+                blank = replace(blank, notes=(*blank.notes, ("not_run_again", LEFT_BEHIND.format(type(optimizer).__name__))))
         if look.seen is not None:
             seen = in_its_weight(look.seen, parameter, named)
             return replace(blank, observation=seen, found=seen)

@@ -97,7 +97,12 @@ def updated_by(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 def is_left_alone(optimizer: torch.optim.Optimizer, weight: nn.Parameter) -> bool:
     """Does an optimizer of torch's pass a weight by, since it has no gradient?"""
-    return weight.grad is None and type(optimizer).__module__.startswith("torch.optim.")
+    return weight.grad is None and is_torchs(optimizer)
+
+
+def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    """Is it one of torch's own?"""
+    return type(optimizer).__module__.startswith("torch.optim.")
 
 
 def _owner(optimizer: torch.optim.Optimizer, modules: Iterable[nn.Module]) -> nn.Module | None:
