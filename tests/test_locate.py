@@ -721,3 +721,17 @@ def test_the_logarithm_of_a_product_with_a_mask_is_no_mask() -> None:
     assert found is not None and (found.origin.op, found.origin.index, found.origin.masked) == ("log", (1, 2), True), found
     found = record(of_masks, leaf(2, 3), mask).location
     assert found is not None and (found.origin.op, found.origin.index) == ("mul", (1, 2)), found
+
+
+def test_an_infinity_of_the_code_that_comes_into_a_deviation_is_the_origin() -> None:
+    """A deviation is taken of all that there is: what it gets is no mask, though the code wrote it."""
+
+    def whitened(logps: Tensor, scores: Tensor, mask: Tensor) -> Tensor:
+        scores = scores.masked_fill(mask == 0, -INF)
+        advantages = (scores - scores.mean()) / (scores.std() + 1e-8)
+        return -(logps * advantages * mask).sum()
+
+    mask = torch.ones(2, 3)
+    mask[1, 2] = 0
+    found = record(whitened, leaf(2, 3), torch.arange(6.0).reshape(2, 3), mask).location
+    assert found is not None and (found.origin.op, found.origin.index) == ("masked_fill", (1, 2)), found

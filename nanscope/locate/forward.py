@@ -31,6 +31,7 @@ from nanscope.program.ops import (
     MASK_FREE,
     SETS,
     SHRINKING,
+    SPREADS,
     WRITES,
     Flow,
     flow_of,
@@ -321,6 +322,8 @@ def _where_infinities_met(trace: Trace, path: Sequence[Spot], bad: Sequence[Spot
             if root.birth is birth or (root.birth is Birth.FED and _is_weight(trace, root.value)):
                 return Root(root.birth, (*path, *root.path))
     call = trace.program.maker(path[-1][0])
+    if call is not None and call.name in SPREADS and roots:  # a mean and a deviation take all that there is
+        return Root(roots[0].birth, (*path, *roots[0].path))
     written = [root for root in roots if call is not None and call.name in MASK_FREE and _is_literal(trace, root.value)]
     if written:  # no mask of infinities goes into a product of matrices: it is bad data, in the tensor that it was written into
         return Root(Birth.FED, (*path, *written[0].path[: _last_write(trace, written[0].path, len(written[0].path) - 1) + 1]))

@@ -27,7 +27,7 @@ from nanscope.plain import frame
 from nanscope.program.by_rows import execute_ends
 from nanscope.program.calls import Computes
 from nanscope.program.numbers import is_finite, is_spoilt, largest_in
-from nanscope.program.ops import ADDITIONS
+from nanscope.program.ops import ADDITIONS, SPREADS
 from nanscope.program.program import Program
 from nanscope.program.run import Run
 from nanscope.replay.counterfactual import otherwise
@@ -363,8 +363,16 @@ class Bench:
         beyond = healthy.beyond(row.largest) if bounded and healthy is not None else 0.0
         if beyond > STEEP:
             return f"leaves a gradient {beyond:.2g} times the usual"
+        if row.id == "finite_mask_fill" and self._goes_into_a_deviation():
+            return DWARFED
         larger = self._larger(row, healthy) if row.id == "finite_mask_fill" else 0.0
         return f"leaves a loss {larger:.2g} times the usual" if larger > HUGE else ""
+
+    def _goes_into_a_deviation(self) -> bool:
+        """Is the harm done where a mean or a deviation is taken, of all that there is?"""
+        crossed = () if self.location is None else self.location.chain
+        made = (self.trace.program.maker(one.value_id) for one in crossed)
+        return any(call is not None and call.name in SPREADS for call in made)
 
     def _handed(self, variant: Variant) -> str | None:
         """What is called that a model has handed over and that is bad, though nothing of it comes to the loss: a gradient of 0 goes back
@@ -443,6 +451,7 @@ def _failed(variant: Variant, kind: str, why: str) -> Row:
 STEEP = 100.0  # times what is usual: with a larger gradient a step does harm, however finite it is
 HUGE = 1e4  # times the usual loss: what was filled in is most of it
 NOT_MENDED = "and the backward of what made it may multiply its 0 by that: a second fault, to be mended there"
+DWARFED = "puts a huge number into a deviation, beside which all others are 0"
 HANDED = "what made it is as bad as before, and its backward may multiply that by 0: mend it there"
 EXACT = 0.1  # a fix of an overflow that was absorbed leaves this part of how far the loss was off
 CALM = 0.01  # with what a cause says to be different, the largest gradient of a spike is at most this part of what it was

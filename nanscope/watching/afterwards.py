@@ -29,7 +29,8 @@ def update_seen(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name:
     seen = replace(observe_weight(name, parameter, first_nonfinite(parameter) or 0, group), optimizer=kind.__name__)
     if is_torchs(optimizer):
         return seen
-    site, origin = definition_of(kind.step, f"{kind.__name__}.step"), replace(seen.origin, op="unknown")
+    site = definition_of(kind.step, f"{kind.__name__}.step")
+    origin = seen.origin if seen.facts.eps_underflow else replace(seen.origin, op="unknown")  # else it divides by that
     return replace(seen, origin=origin if site is None else replace(origin, file=site.file, line=site.line, function=site.function))
 
 
