@@ -32,7 +32,7 @@ def run_through() -> Iterator[None]:
     original, thread = Function.__dict__["apply"], threading.get_ident()
 
     def apply(kind: type[Function], *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != thread or not torch.is_grad_enabled() or not computes_anew(kind):
+        if threading.get_ident() != thread or not torch.is_grad_enabled() or not _computes_anew(kind):
             return original.__get__(None, kind)(*args, **kwargs)
         made: list[Tensor] = []
         with contextlib.ExitStack() as stack:
@@ -85,10 +85,10 @@ def _is_function(arg: object) -> bool:
 
 def is_checkpoint(node: Any) -> bool:
     """Is an autograd node that of a function which was given a function, and computes it anew in its backward?"""
-    return computes_anew(function_of(node)) and any(map(_is_function, getattr(node, "__dict__", {}).values()))
+    return _computes_anew(function_of(node)) and any(map(_is_function, getattr(node, "__dict__", {}).values()))
 
 
-def computes_anew(kind: Any) -> bool:
+def _computes_anew(kind: Any) -> bool:
     """Does the backward of a function of autograd call something with gradients, and differentiate that?"""
     code = getattr(getattr(kind, "backward", None), "__code__", None)
     names = _names_in(code) if code is not None else frozenset()

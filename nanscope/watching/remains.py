@@ -107,7 +107,7 @@ class Remains:
                     (name, weight, part) for name, weight in model.named_parameters() if (part := _floating(local(weight))) is not None
                 ]
                 parts = [*(tensor for _, tensor in own), *(part for *_, part in weights)]
-                fine = torch.stack([is_finite(tensor).cpu() for tensor in parts]).tolist() if parts else []
+                fine = _are_finite(parts)
                 self._owners += [owner for (owner, _), flag in zip(own, fine, strict=False) if flag or self._was_fine(owner)]
                 self._were_fine |= {path for _, _, path in self._owners}
                 self._met.clear()
@@ -124,8 +124,7 @@ class Remains:
         """A model that nobody trains, as an average of another one: were its weights finite when it came?"""
         self._aside.add(model)
         weights = [(weight, part) for weight in model.parameters() if (part := _floating(local(weight))) is not None]
-        fine = torch.stack([is_finite(part).cpu() for _, part in weights]).tolist() if weights else []
-        for (weight, _), flag in zip(weights, fine, strict=True):
+        for (weight, _), flag in zip(weights, _are_finite([part for _, part in weights]), strict=True):
             if flag:
                 self._came.setdefault(id(weight), AsItCame(weakref.ref(weight), step))
 
@@ -270,10 +269,10 @@ class Remains:
         """
         known = {id(one): (name, one) for name, one in self._modules.weights()}
         all_known = self.but_masks([*(one for _, one in known.values()), *self.optimizers.parameters()])
-        mine = (one for one in all_known if one.requires_grad or (self._came_finite(one) and not _forbids(one)))
-        weights = {id(one): one for one in mine if id(one) not in self.optimizers.spoilt}
-        if count_bad(list(weights.values())):
-            bad = next(one for one in weights.values() if not bool(is_finite(one)))
+        mine = (one for one in all_known if one.requires_grad or self._came_finite(one))
+        weights = [one for one in {id(one): one for one in mine}.values() if id(one) not in self.optimizers.spoilt]
+        found = (one for one in weights if not bool(is_finite(one)) and (one.requires_grad or not _forbids(one)))
+        if count_bad(weights) and (bad := next(found, None)) is not None:
             name = known[id(bad)][0] if id(bad) in known else "weight"
             seen = observe_made("parameter", bad, first_nonfinite(bad) or 0, None, "", Phase.WEIGHTS, name)
             return replace(seen, past=Past(found=AT_END))
@@ -290,6 +289,12 @@ def _readable(owner: Owner) -> Tensor | None:
 
 def _floating(part: Tensor | None) -> Tensor | None:
     return part if part is not None and part.is_floating_point() and part.numel() else None
+
+
+def _are_finite(parts: Sequence[Tensor]) -> list[bool]:
+    """Is each of them finite?"""
+    flags: list[bool] = torch.stack([is_finite(part).cpu() for part in parts]).tolist() if parts else []
+    return flags
 
 
 def _forbids(weight: Tensor) -> bool:
