@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 import nanscope
 from nanscope.capture import doubts
 from nanscope.snapshot.coverage import Status
+from nanscope.watching.acting import OnNonFinite
 
 BY_TRAINER = "skipped by the trainer"
 
@@ -741,3 +743,51 @@ def test_another_number_in_the_place_of_a_bad_loss_is_the_same_step(tmp_path: Pa
     (incident,) = scope.verdict.incidents
     assert (scope.steps, incident.step, incident.micro_batch, incident.reached["stepped"]) == (5, 3, 1, "taken")
     assert incident.origin.op == "log" and any("another number in its place" in note.text for note in incident.notes), incident.notes
+
+
+@pytest.mark.usefixtures("read")
+@pytest.mark.parametrize("goes_on", [False, True])
+@pytest.mark.parametrize("on_nonfinite", ["record", "stop"])
+def test_what_a_call_has_refused_is_told_although_the_loop_catches_it(tmp_path: Path, goes_on: bool, on_nonfinite: OnNonFinite) -> None:
+    """A loop that ends by `break`, or that goes on with the next batch, when sampling raises: nothing else of it is bad."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with nanscope.watch(out=tmp_path, on_nonfinite=on_nonfinite) as scope:
+        for step in range(1, 6):
+            with torch.no_grad():
+                cooled = model(torch.randn(6, 4)) / (0.0 if step == 3 else 1.0)
+                try:
+                    chosen = torch.multinomial(cooled.softmax(-1), 1)
+                except RuntimeError:
+                    if goes_on:
+                        continue
+                    break
+            x = torch.randn(6, 4)
+            optimizer.zero_grad()
+            (-torch.log_softmax(model(x), -1).gather(1, chosen).mean()).backward()
+            optimizer.step()
+    (incident,) = scope.verdict.incidents
+    assert (incident.step, incident.origin.op, incident.origin.variable) == (3, "div", "cooled"), incident
+    assert any(note.slug == "call_refused" and "RuntimeError" in note.text for note in incident.notes), incident.notes
+    assert scope.verdict.status != Status.HEALTHY
+
+
+def test_what_a_call_refuses_that_is_finite_is_none_of_ours(tmp_path: Path) -> None:
+    """A loop that tries whether a matrix can be factored, and adds to its diagonal until it can; one that asks for what is not there."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with nanscope.watch(out=tmp_path) as scope:
+        for _ in range(3):
+            matrix = -torch.eye(4)
+            while True:
+                try:
+                    torch.linalg.cholesky(matrix)
+                    break
+                except RuntimeError:
+                    matrix = matrix + torch.eye(4)
+            with contextlib.suppress(RuntimeError):
+                torch.full((4,), torch.nan).view(3)
+            optimizer.zero_grad()
+            model(torch.randn(2, 4)).pow(2).mean().backward()
+            optimizer.step()
+    assert scope.verdict.healthy and scope.steps == 3

@@ -125,8 +125,11 @@ class TapeMode(Mode):
         ):
             destroyed = () if operator.waits else self._door(False, self.tape.may_write, operator, args, kwargs)
             if destroyed is not None:
-                # what a call raises is the trainer's own
-                result = self._called(operator, func, args, kwargs) if operator.lets_in else func(*args, **kwargs)
+                try:  # what a call raises is the trainer's own
+                    result = self._called(operator, func, args, kwargs) if operator.lets_in else func(*args, **kwargs)
+                except Exception as error:
+                    self._door(False, self.tape.refused, args, error)
+                    raise
                 try:
                     self.tape.note(operator, args, kwargs, result, destroyed[0] if destroyed else None)
                 except Exception as error:  # noqa: BLE001 - of ours; as `_door`, in the place where most calls come by
@@ -137,7 +140,12 @@ class TapeMode(Mode):
             task = running_backward()  # one that we did not see begin
             if task in (-1, self._within):
                 noting = self._door(crowded, ear.before, operator, args, kwargs)
-        result = self._called(operator, func, args, kwargs) if operator.lets_in else func(*args, **kwargs)
+        try:
+            result = self._called(operator, func, args, kwargs) if operator.lets_in else func(*args, **kwargs)
+        except Exception as error:
+            if noting is not None and self.depth is None:
+                self._door(crowded, self.tape.refused, args, error)
+            raise
         if noting is not None:
             self._door(crowded, ear.after, noting, args, result)
         elif task != -1 and self.depth is None:

@@ -93,6 +93,7 @@ class Tape:
     patience: values that are numbered, at least, before it looks for what nobody can ask for any more.
     broken: why nothing is recorded any more, "" while all is well. gave_gradients: some were taken by `torch.autograd.grad`.
     clipping, questions, replacing: what was measured of gradients, asked, and asked of each element.
+    refused: is called with the arguments of a call that raises, and with what it raises.
     agreed: by the ranks of the run. doubts: of the trainer's code about its losses. numbers: what made the last that went to the host and
     were not finite. leaves: what came from outside. notes: calls that wait; whoever asks for what is known, for the log, for doubts or for
     passes, and whoever writes to memory that others know, has them understood first. chains: what tensors came of.
@@ -106,6 +107,7 @@ class Tape:
         self.notes = Notes(self.callers, self.account.budget)
         self.operators: dict[int, Operator] = {}  # by the identity of an overload, which an operator holds
         self.broken = ""
+        self.refused: Callable[[tuple[object, ...], Exception], None] = lambda args, error: None
         self.gave_gradients = False
         self._lock = threading.RLock()  # a backward pass in another thread asks, too
         self._understands = False  # what waited has been taken, and is not all written down

@@ -51,6 +51,7 @@ class Observer(Protocol):
     def before_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> None: ...
     def after_step(self, optimizer: torch.optim.Optimizer) -> None: ...
     def passed_over(self) -> None: ...
+    def refused(self, args: tuple[object, ...], error: Exception) -> None: ...
     def finish(self, raised: str = "", thread: bool = False, error: BaseException | None = None) -> None: ...
     def forget(self) -> None: ...
     def let_go(self) -> None: ...
@@ -279,6 +280,7 @@ class Threads:
         strand = self.here.strand
         strand.eyes, self.here.modules = eyes, eyes.modules
         eyes.mode.tape.doubts.again = self._passed_over
+        eyes.mode.tape.refused = self._refused
         with self._lock:
             self._watched.append(strand)
             self._share()
@@ -288,6 +290,12 @@ class Threads:
         if eyes is not None and not self.resting:
             with self.aside():
                 self._failsafe("passed-over", eyes.observer.passed_over)
+
+    def _refused(self, args: tuple[object, ...], error: Exception) -> None:
+        eyes = self.here.strand.eyes
+        if eyes is not None and not self.resting:
+            with self.aside():
+                self._failsafe("refused", eyes.observer.refused, args, error)
 
     def _share(self) -> None:
         """Each may hold the same part of what may be held, on an account that no other thread reads or writes."""

@@ -1,10 +1,11 @@
-"""What an exception that ends a run says of numbers: the tensor that was refused, and where that came from.
+"""What an exception says of numbers: the tensor that was refused, and where that came from.
 
     action = torch.multinomial(probs, 1)      RuntimeError: probability tensor contains either `inf`, `nan` or element < 0
     Normal(mean, std)                         ValueError: Expected parameter loc … to satisfy the constraint Real()
 
 A loop that samples dies there, before any loss of the step, and nothing that backward or an optimizer sees is bad. The frames that the
-exception came through still hold what was refused, and what that was made of.
+exception came through still hold what was refused, and what that was made of. A loop that catches it lets go of them: what a call has
+refused is looked at when it raises, and told when the loop has gone on.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanscope.capture.modules import tensors_in
+from nanscope.capture.sites import Place
 from nanscope.capture.source import site_of, variables
 from nanscope.capture.tape import Tape
 from nanscope.errors import Deliberate, one_line, words_of
@@ -58,13 +61,31 @@ class Refusal:
 
 def refused_by(examiner: Examiner, error: BaseException) -> Hit | None:
     """Return what an exception refused that ends the block, None if it says nothing of numbers, or no frame of it holds NaN."""
-    if isinstance(error, (Deliberate, torch.OutOfMemoryError)) or not isinstance(error, Exception) or not _OF_NUMBERS.search(str(error)):
+    met = list(_met(error.__traceback__)) if _speaks_of_numbers(error) else []
+    return _hit(examiner, met, ("ended_by", f"the run ended there: {_said(error)}"))
+
+
+def refused_by_call(examiner: Examiner, args: tuple[object, ...], error: Exception, place: Place) -> Hit | None:
+    """Return what a call refuses that raises, None if it says nothing of numbers, or was given no NaN. place: where in the trainer's
+    code."""
+    code, lasti = place
+    if code is None or not _speaks_of_numbers(error):
         return None
-    met = list(_met(error.__traceback__))
-    if not met:
-        return None
-    notes = (("ended_by", f"the run ended there: {one_line(words_of(error))[:SAID]}"),)
-    return _recorded(examiner, met, notes) or _seen(examiner, met[-1], notes)
+    met = [Refusal("", tensor, code, lasti, False) for tensor in tensors_in(args) if _holds_nan(tensor)]
+    return _hit(examiner, met, ("call_refused", f"the call raised, and the code caught it: {_said(error)}"))
+
+
+def _speaks_of_numbers(error: BaseException) -> bool:
+    ours = isinstance(error, (Deliberate, torch.OutOfMemoryError))
+    return isinstance(error, Exception) and not ours and bool(_OF_NUMBERS.search(str(error)))
+
+
+def _said(error: BaseException) -> str:
+    return one_line(words_of(error))[:SAID]
+
+
+def _hit(examiner: Examiner, met: list[Refusal], note: tuple[str, str]) -> Hit | None:
+    return (_recorded(examiner, met, (note,)) or _seen(examiner, met[-1], (note,))) if met else None
 
 
 def _met(trace: TracebackType | None) -> Iterator[Refusal]:

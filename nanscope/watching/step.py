@@ -44,7 +44,7 @@ from nanscope.watching.passed import PassedOver
 from nanscope.watching.readable import readable
 from nanscope.watching.recording import Recording, Unwritten
 from nanscope.watching.recordings import Recordings
-from nanscope.watching.refusal import refused_by
+from nanscope.watching.refusal import refused_by, refused_by_call
 from nanscope.watching.relay import Relay
 from nanscope.watching.remains import Remains
 from nanscope.watching.repair import Repair
@@ -101,6 +101,7 @@ class Step(Relay):
         self._skipping = Skipping(tape, logbook) if on_nonfinite in ("skip", "repair") else None
         self._repair = Repair(keeper, examiner, logbook, failsafe, max_repairs, tape.budget * 4) if on_nonfinite == "repair" else None
         self._passed = PassedOver(tape, modules, logbook)
+        self._caught: tuple[str, Hit] | None = None  # what a call has refused, and what it said
         # that are in no model, as far as is seen
         self._bare: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
         self._absorbed = Absorbed(examiner, logbook)
@@ -133,6 +134,7 @@ class Step(Relay):
             self._failsafe("cruise", self._cruise.recognise, roots[0])
         self._familiar = found = self._cruise.take()
         self._failsafe("step-ends", self._look_whether_it_was_dropped)
+        self._failsafe("refused", self._keep_caught)
         if found is None:
             self._failsafe("tape", self._tape.settle)
         sliced = [] if self._tape.broken or found is not None else [self._sliced(root) for root in roots]
@@ -438,6 +440,7 @@ class Step(Relay):
         self._failsafe("passed-over", self._keep_passed_over, [], bool(raised), True)
         if error is not None and not self._course.bad:
             self._failsafe("passed-over", self._keep_refused, error)
+        self._failsafe("refused", self._keep_caught, error)
         self._logbook.held(self._tape.account.peak)
         if not self._course.closed and self._recordings.made:
             for recording in self._waiting():
@@ -473,6 +476,12 @@ class Step(Relay):
     def passed_over(self) -> None:
         """The loop has come round, and what its code had found wrong with a loss it did not differentiate."""
         self._keep_passed_over([])
+
+    def refused(self, args: tuple[object, ...], error: Exception) -> None:
+        """A call raises: if that is for NaN among what it was given, it is told when the loop has caught it."""
+        if self._caught is None:
+            hit = refused_by_call(self._examiner, args, error, self._tape.callers.place())
+            self._caught = None if hit is None else (str(error), hit)
 
     # A backward pass that raised.
 
@@ -562,6 +571,12 @@ class Step(Relay):
         if hit is not None:
             self._keep_undifferentiated(hit, False, True)
             self._keeper.stop_if_asked()
+
+    def _keep_caught(self, error: BaseException | None = None) -> None:
+        """The loop has gone on after a call that raised. error: what ends the block all the same."""
+        caught, self._caught = self._caught, None
+        if caught is not None and (error is None or str(error) != caught[0]):
+            self._keep_undifferentiated(caught[1], False, True)
 
     def _keep_undifferentiated(self, hit: Hit, joins: bool, refused: bool, counted: bool = True) -> None:
         """counted: it is a micro-batch of its own."""
