@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -222,6 +223,26 @@ def test_what_nothing_updates_was_not_spoilt_by_an_update(tmp_path: Path) -> Non
     first, second = scope.verdict.incidents
     assert (first.consequence_of, second.consequence_of) == (None, 1)
     assert all("already NaN at [0, 0] of [2, 2] before the step" in incident.sentence for incident in (first, second)), second.sentence
+
+
+def test_a_weight_that_came_bad_was_written_by_no_update_and_the_step_that_dies_of_it_is_told(tmp_path: Path) -> None:
+    """A row of an embedding that no token reads before the fourth step: its loss is not finite, and all weights are spoilt there."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 2))
+    nn.init.constant_(model[0].weight[0], NAN)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with nanscope.watch(out=tmp_path) as scope:
+        for number in range(1, 7):
+            optimizer.zero_grad()
+            model(torch.tensor([1, 2, 3, 0 if number == 4 else 4])).square().mean().backward()
+            optimizer.step()
+    told = [(incident.step, incident.consequence_of, incident.loss) for incident in scope.verdict.incidents]
+    assert [one[:2] for one in told] == [(1, None), (2, 1), (4, 1)] and math.isnan(told[-1][2] or 0.0), told
+    first, second, last = (incident.sentence for incident in scope.verdict.incidents)
+    assert "the update of step 1" not in f"{first} {second} {last}" and "NaN at [0, 0] of [5, 4] before the step, as in step 1" in last, (
+        last
+    )
+    assert "The loss is NaN" in last and "into 3 weights" in last, last
 
 
 def test_the_second_micro_batch_of_a_step_does_not_follow_from_its_update(tmp_path: Path) -> None:

@@ -209,7 +209,7 @@ class Past:
 
     fine_at: the last step in which it was seen to be finite, None if it never was. by, file, line: the code of the training that has
     written to it since. unwritten: nobody had written to its memory when it was first seen. found: when it was found, "" in a step that
-    began with it.
+    began with it. came: it was bad when it was first seen.
     """
 
     fine_at: int | None = None
@@ -218,6 +218,7 @@ class Past:
     line: int | None = None
     unwritten: bool = False
     found: str = ""
+    came: bool = False
 
 
 NO_PAST = Past()

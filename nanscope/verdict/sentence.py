@@ -236,6 +236,8 @@ def _weight(seen: Observation) -> str:
     before = "" if past.found else " before the step"
     since = "" if past.fine_at is None else f"it was finite in step {past.fine_at}"
     if seen.poisoned_at is not None and not p.is_frozen:
+        if past.came:
+            return f"{name} {is_bad}{before}, as in step {seen.poisoned_at}"
         return f"{name} {is_bad}: the update of step {seen.poisoned_at} wrote it there"
     if past.by:
         after = f", and {since}" if since else ""

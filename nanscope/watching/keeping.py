@@ -48,9 +48,9 @@ class Keeper:
     ) -> None:
         """Count a bad step, and have it described and kept if there is room for it. seen: what no program shows."""
         course, counts = self.course, self.course.counts
-        another = not course.bad
+        another, of_update = not course.bad, bool(reached.bad_weights)
         course.spoilt(str(seen.kind) if seen.suspect else "")
-        if self._logbook.count(counts.number, recording, another, course.poisoning):
+        if self._logbook.count(counts.number, recording, another, course.poisoning, of_update):
             kept = [self.blank(recording, reached)]
             self._failsafe("explain", lambda: kept.append(describe(kept[0])))
             self._failsafe("remains", lambda: kept.append(self._told(kept[-1])))

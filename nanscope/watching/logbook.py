@@ -289,16 +289,18 @@ class Logbook:
         self._held_peak = max(peak, self._held_peak or 0)
 
     @in_turn
-    def count(self, step: int, recording: Recording | None, another: bool, poisoning: Poisoning | None = None) -> bool:
+    def count(
+        self, step: int, recording: Recording | None, another: bool, poisoning: Poisoning | None = None, of_update: bool = False
+    ) -> bool:
         """Count a bad backward pass, and return whether it is to be looked at and kept. another: the step was not known to be bad.
 
-        poisoning: of the weights that it belongs to.
+        poisoning: of the weights that it belongs to. of_update: nothing is bad but these, after it.
         """
         self._in_this_process()
         poisoning = poisoning or self._poisoning
         self.bad_steps += another
         room = self.wants(step)
-        of = poisoning.explains(step, recording, room)
+        of = poisoning.explains(step, recording, room, of_update)
         if (of is None and room) or poisoning.doubtful(step):
             return True
         if another and of is not None:
@@ -317,7 +319,7 @@ class Logbook:
 
     @in_turn
     def _keep(self, snapshot: Snapshot, poisoning: Poisoning) -> tuple[Snapshot, str | None] | None:
-        of = poisoning.of(snapshot.step, snapshot.found)
+        of = poisoning.of(snapshot.step, snapshot.found, snapshot.reached.loss)
         if of is not None:
             poisoning.add(snapshot.step, of)
         elif not self.wants(snapshot.step):

@@ -1,7 +1,8 @@
 """Which bad steps are only consequences: the weights were non-finite when they began, since an earlier step of the run.
 
 A step is one if what was seen of it says so. Once one was looked at, and as long as those weights stay bad, a step whose loss is fed
-non-finite values by the model is one, too, and nobody looks at it again.
+non-finite values by the model is one, too, and nobody looks at it again: but for the first whose loss is not finite, where the loss of
+those before it was.
 
 An update that no optimizer of torch makes, or that is not over, is not seen: weights that are found bad after a step with a cause of its
 own, with no good one between them, were spoilt by that.
@@ -9,9 +10,10 @@ own, with no good one between them, were spoilt by that.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import replace
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from nanscope.program.numbers import is_finite
 from nanscope.snapshot.observation import UNMADE, UNOPENED, Observation, Phase
@@ -30,12 +32,14 @@ class Poisoning:
     def forget(self, aftermath: list[Aftermath]) -> None:
         """Begin anew, in another run."""
         self.aftermath = aftermath
-        self._bad = WeakSet[object]()  # optimizers with bad weights; this itself, if nobody has those
+        self._bad = WeakKeyDictionary[object, int]()  # optimizers with bad weights, and how many; this itself, if nobody has those
         self._since: int | None = None
         self._first = 0  # step that can be a consequence of it
         self._own: int | None = None  # the last step with a cause of its own
         self._found = False  # it was found in weights that were bad before
         self._looked = self._confirmed = False  # at a step since then; and it was a consequence
+        self._ended = False  # a loss of theirs was not finite
+        self._same = False  # as many of some weights were bad before their update as after it
 
     @property
     def lasts(self) -> bool:
@@ -45,34 +49,40 @@ class Poisoning:
     def weights(self, step: int, bad: int, of: Collection[object] = ()) -> None:
         """After the update of a step, so many weights were non-finite. of: optimizers that have them, and others have others; nobody has
         all of them."""
-        self._bad = WeakSet(self._bad - {*of, self}) if of else WeakSet()
-        self._bad |= {*of} or {self} if bad else set()
+        these = {*of} or {self}
+        self._same = bad > 0 and all(self._bad.get(one) == bad for one in these)
+        for one in {*these, self} if of else set(self._bad):
+            self._bad.pop(one, None)
+        self._bad.update(dict.fromkeys(these, bad) if bad else {})
         if not self._bad:
-            self._since, self._own, self._looked, self._confirmed = None, None, False, False
+            self._since, self._own, self._looked, self._confirmed, self._ended = None, None, False, False, False
         elif bad and (self._since is None or (self._own == step and self._since != step)):
-            self._since, self._first, self._looked, self._confirmed = step, step + 1, False, False
+            self._since, self._first, self._looked, self._confirmed, self._ended = step, step + 1, False, False, False
 
     def fine(self) -> None:
         """A step was good: what nobody saw being spoilt is not."""
         self._own = None
         if self._since is not None and self._since == self._first:
-            self._since, self._looked, self._confirmed = None, False, False
+            self._since, self._looked, self._confirmed, self._ended = None, False, False, False
 
     def doubtful(self, step: int) -> bool:
         """Has nobody looked yet at a step that began with these weights?"""
         return self._since is not None and self._first <= step and not self._looked
 
-    def explains(self, step: int, recording: Recording | None, looking: bool) -> int | None:
-        """Return the step of which a further bad one is surely a consequence. looking: there is still room to look at it closely."""
-        if looking and not self._confirmed:
+    def explains(self, step: int, recording: Recording | None, looking: bool, of_update: bool = False) -> int | None:
+        """Return the step of which a further bad one is surely a consequence. looking: there is still room to look at it closely.
+        of_update: nothing is bad but weights, after it."""
+        same, self._same = of_update and self._same, False
+        ends = recording is not None and not self._ended and not bool(is_finite(recording.loss))
+        if looking and (ends or not self._confirmed):
             return None
-        if recording is None or recording.program is None:
+        if recording is None or recording.program is None or same:
             return self._decided(step, True)
         fed = [recording.tensors[leaf.id] for leaf in recording.program.leaves if leaf.diff]
         return self._decided(step, not all(bool(is_finite(tensor)) for tensor in fed))
 
-    def of(self, step: int, seen: Observation) -> int | None:
-        """Return the step of which one that was looked at is a consequence, None if it has a cause of its own."""
+    def of(self, step: int, seen: Observation, loss: float | None = None) -> int | None:
+        """Return the step of which one that was looked at is a consequence, None if it has a cause of its own. loss: what it was."""
         own = None if self._own == step and self._found else self._own  # of weights that a step found bad its update is no cause
         if self._since is None and own is not None and seen.phase is Phase.WEIGHTS:
             self._since = self._first = own
@@ -80,6 +90,7 @@ class Poisoning:
         self._looked = self._looked or self.doubtful(step)
         found = self._decided(step, seen.phase is Phase.WEIGHTS or seen.origin.op in _FED)
         self._confirmed = self._confirmed or found is not None
+        self._ended = self._ended or (loss is not None and not math.isfinite(loss))
         return found
 
     def _decided(self, step: int, fed: bool) -> int | None:

@@ -203,16 +203,16 @@ class Remains:
             return snapshot
         buffers = ((path, one) for (_, _, path), one in self._readable() if seen.origin.op == "buffer")
         named = buffers if seen.origin.op == "buffer" else self._modules.parameters().values()
-        known = [one for name, one in named if name == seen.origin.variable and not bool(is_finite(one))]
-        if not known:
+        weight = next((one for name, one in named if name == seen.origin.variable and not bool(is_finite(one))), None)
+        if weight is None:
             return self._found_so(snapshot) if seen.origin.op == "buffer" and not seen.past.found else snapshot
-        weight = known[0]
-        came = self._as_it_came(weight) or AsItCame(weakref.ref(weight), None)
+        known = self._as_it_came(weight)
+        came = known or AsItCame(weakref.ref(weight), None)
         known_fine, calls = self._last_fine(weight)
         fine_at = came.fine_at if known_fine is None else known_fine
         site = self._writers.get(id(weight)) or self._written_at(weight, calls)
         past = Past(fine_at, site.expression if site else "", site.file if site else None, site.line if site else None, came.unwritten)
-        past = replace(past, found=seen.past.found)
+        past = replace(past, found=seen.past.found, came=known is not None and fine_at is None)
         observation = replace(snapshot.observation, past=past)
         return replace(snapshot, observation=observation, found=replace(seen, past=past))
 
