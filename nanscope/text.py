@@ -30,6 +30,11 @@ def show_index(index: Sequence[int]) -> str:
     return "[" + ", ".join(str(i) for i in index) + "]"
 
 
+def row_token(row: int, token: int | None = None) -> str:
+    """Return a place in the batch as it is said: "row 10, token 4,117", "row 57"."""
+    return f"row {row:,}" + ("" if token is None else f", token {token:,}")
+
+
 def line_in(file: str, line: int | None) -> str:
     """Return a line as it is said: "loss.py:206"."""
     return f"{PurePath(file).name}:{line}"

@@ -33,7 +33,7 @@ FIELDS = {  # what schema 1 promises: where -> its names
     "incidents.0": "step rank phase cause status headline sentence origin blame chain loss reached fixes rejected framework remedies notes "
     "snapshot reproduces reproduction settings objective environment consequence_of update micro_batch micro_batches",
     "incidents.0.origin": "op variable expression role index shape dtype value masked masked_by file line function module operands "
-    "source headroom_bits limit_nats sharded",
+    "source headroom_bits limit_nats sharded batch",
     "incidents.0.blame": "name role index value median low high row",
     "incidents.0.chain.0": "text file line value backward",
     "incidents.0.reproduction": "loss gradients exact words",

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from nanscope.replay.edits import stable_function
 from nanscope.replay.patch import Patch
+from nanscope.replay.tries import UNDERFLOWED
 
 EPS = torch.finfo(torch.float32).eps
 
@@ -44,6 +45,10 @@ class Form:
     broken: Callable[..., Tensor]
     stable: Callable[..., Tensor]
     args: Callable[[], tuple[Tensor, ...]]
+
+
+def shared(weights: Tensor) -> Tensor:
+    return weights / weights.sum()
 
 
 def normal_cdf(x: Tensor) -> Tensor:
@@ -101,6 +106,12 @@ FORMS = [
         lambda n: (20.0 * n.log()).softmax(-1).square().sum(),
         lambda: (torch.tensor([[3.0, 412.0, 9.0], [92.0, 1.0, 400.0]], requires_grad=True),),
     ),
+    Form(
+        "weights that are shared out among all",
+        lambda z: (shared(z.exp()) * z).sum(),
+        lambda z: (z.softmax(0) * z).sum(),
+        lambda: (wanting(-150.0, -160.0, -151.0),),
+    ),
     Form("softmax by hand", lambda z: (z.exp() / z.exp().sum(-1, keepdim=True)).square().sum(), lambda z: z.softmax(-1).square().sum(), lambda: (logits().detach().add(150).requires_grad_(),)),
     Form("√Σx²", lambda x: x.pow(2).sum(-1).sqrt().sum(), lambda x: x.double().norm(dim=-1).sum().float(), lambda: (torch.tensor([[3e25, 4e25], [3.0, 4.0]], requires_grad=True),)),
 ]  # fmt: skip
@@ -138,3 +149,12 @@ def test_what_has_no_other_form_is_left_alone(broken: Callable[..., Tensor], arg
     recorded = record(broken, *args())
     assert recorded.location is not None
     assert stable_function(Patch(recorded.trace, recorded.location.origin)) is None
+
+
+def test_a_bound_below_a_sum_that_has_underflowed_is_told_to_be_one() -> None:
+    """Weights that are shared out, and come to 0 in float32: a bound makes all of them 0, and float64 says what they are."""
+    weights = wanting(-200.0, -201.0, -202.0)
+    replayed = record(lambda z: (shared(z.exp()).detach() * z).sum(), weights).replay()
+    rows = {row.id: row for row in replayed.rows}
+    assert rows["float64"].works and rows["stable_function"].works and not rows["stable_function"].cost
+    assert rows["clamp_denominator"].works and rows["clamp_denominator"].cost == UNDERFLOWED

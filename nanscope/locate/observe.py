@@ -15,6 +15,7 @@ from nanscope.locate.drops import Drop
 from nanscope.locate.facts import facts_of
 from nanscope.locate.names import Names
 from nanscope.locate.origin import NUMBER, Crossing, Element, Location
+from nanscope.locate.piece import row_and_token
 from nanscope.locate.trace import Trace
 from nanscope.program.calls import Call, Site, is_within
 from nanscope.program.local import local
@@ -39,9 +40,14 @@ def observe(location: Location, trace: Trace) -> Observation:
         chain[first] = replace(chain[first], text=f"{chain[first].text} (0 · inf in {location.origin.op}'s backward)")
     if location.other is not None and location.met < len(chain):
         chain[location.met] = replace(chain[location.met], text=f"{chain[location.met].text} (also of {_birth_words(location.other)})")
-    origin = _told(_as_returned(location.origin, trace), trace.program)
+    origin = replace(_told(_as_returned(location.origin, trace), trace.program), batch=_in_batch(location.origin, trace))
     facts, blame = facts_of(location, trace), blame_of(location, trace)
     return Observation(phase=location.phase, origin=origin, chain=tuple(chain), facts=facts, blame=blame)
+
+
+def _in_batch(origin: Element, trace: Trace) -> tuple[int, ...] | None:
+    made = None if origin.call is None else trace.program.calls[origin.call]
+    return None if made is not None and made.module else row_and_token(trace, origin.value_id, origin.flat)
 
 
 def _link_words(step: Crossing) -> str:

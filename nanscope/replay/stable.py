@@ -381,7 +381,7 @@ def _quotient(writing: Writing, call: Call) -> Ref | None:
     if over is not None and over.name == "sum" and over.args[0] == call.args[0] and raised is not None and raised.name in SHARED_OUT:
         x = raised.args[0]
         content = writing.patch.values[x.id] if isinstance(x, Ref) else None
-        dims = dims_of(over, content) if content is not None else ()
+        dims = dims_of(over, content) or tuple(range(content.dim())) if content is not None else ()
         if len(dims) != 1 or content is None or (raised.name == "pow" and not bool((content >= 0).all())):
             return None
         if raised.name == "pow":  # x to the a, shared out: visits that are sharpened by a temperature

@@ -365,8 +365,15 @@ class Bench:
             return f"leaves a gradient {beyond:.2g} times the usual"
         if row.id == "finite_mask_fill" and self._goes_into_a_deviation():
             return DWARFED
+        if row.id == "clamp_denominator" and self._is_otherwise_in_float64(row):
+            return UNDERFLOWED
         larger = self._larger(row, healthy) if row.id == "finite_mask_fill" else 0.0
         return f"leaves a loss {larger:.2g} times the usual" if larger > HUGE else ""
+
+    def _is_otherwise_in_float64(self, row: Row) -> bool:
+        """Is the step fine in float64, and its loss another one than that of an edit?"""
+        exact = self.in_float64.loss if self.in_float64.works else None
+        return exact is not None and row.loss is not None and not math.isclose(row.loss, exact, rel_tol=EXACT)
 
     def _goes_into_a_deviation(self) -> bool:
         """Is the harm done where a mean or a deviation is taken, of all that there is?"""
@@ -452,6 +459,7 @@ STEEP = 100.0  # times what is usual: with a larger gradient a step does harm, h
 HUGE = 1e4  # times the usual loss: what was filled in is most of it
 NOT_MENDED = "and the backward of what made it may multiply its 0 by that: a second fault, to be mended there"
 DWARFED = "puts a huge number into a deviation, beside which all others are 0"
+UNDERFLOWED = "the divisor is 0 in this dtype only, which float64 tells"
 HANDED = "what made it is as bad as before, and its backward may multiply that by 0: mend it there"
 EXACT = 0.1  # a fix of an overflow that was absorbed leaves this part of how far the loss was off
 CALM = 0.01  # with what a cause says to be different, the largest gradient of a spike is at most this part of what it was

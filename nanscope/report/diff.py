@@ -20,6 +20,7 @@ from nanscope.verdict.incident import Fix, Incident
 
 TAB = 4
 NO_DIFF = "which cannot be written at one place; the next best can"
+NO_DIFF_AT_ALL = "no diff of this place"
 HOMES = ("home", "Users")  # in which there is a folder a person
 
 

@@ -7,7 +7,7 @@ from pathlib import PurePath
 from nanscope.locate.observe import BACKWARD_OF, CLIPPED, REPLACED, TOKENS
 from nanscope.report.clean import clean, numeral
 from nanscope.snapshot.observation import Origin
-from nanscope.text import show_index
+from nanscope.text import row_token, show_index
 from nanscope.verdict import arithmetic
 from nanscope.verdict.token import Token
 
@@ -26,8 +26,8 @@ def where_in(place: Origin, limit: int = 240) -> str:
 
 
 def element(place: Origin) -> str:
-    """Return which element of how many: [2, 27] of [8, 512]."""
-    count = " (global index)" if place.sharded else ""
+    """Return which element of how many: [2, 27] of [8, 512]; and which token that is, where the tensor is a piece of the batch."""
+    count = " (global index)" if place.sharded else f" = {row_token(*place.batch)}" if place.batch else ""
     return f"{show_index(place.index)} of {show_index(place.shape)}{count}" if place.shape or place.index else ""
 
 

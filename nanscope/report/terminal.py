@@ -18,7 +18,7 @@ from nanscope.causes import Cause
 from nanscope.report.chain import chain_of
 from nanscope.report.clean import WHOLE, clean, numeral
 from nanscope.report.console import DOUBT, HARM, PROVEN, QUIET, STRONG, Command, pairs, plain, show, table
-from nanscope.report.diff import NO_DIFF, changed, hunks_of, rest_of, unmeasured_fix, written_fix
+from nanscope.report.diff import NO_DIFF, NO_DIFF_AT_ALL, changed, hunks_of, rest_of, unmeasured_fix, written_fix
 from nanscope.report.headline import RANK_HEADS, consequences_of, rank_rows
 from nanscope.report.origin import element, mask_words, token_words, where_in
 from nanscope.report.tried import INPUT_GRADIENTS, best_of, groups_of, heads_of, tested, unmeasured
@@ -99,10 +99,13 @@ def incident_shown(incident: Incident, next_verb: str = "replay") -> RenderableT
         Text(""),
         _facts(incident),
     ]
+    best = best_of(incident)
     if (fix := written_fix(incident)) is not None:
-        if (best := best_of(incident)) is not None and best is not fix:
+        if best is not None and best is not fix:
             parts += [Text(""), Text.assemble(("  best    ", QUIET), clean(best.label), (f"   {clean(best.id)}, {NO_DIFF}", QUIET))]
         parts += [Text(""), *_diff(fix)]
+    elif best is not None:
+        parts += [Text(""), Text.assemble(("  fix     ", QUIET), clean(best.label), (f"   {clean(best.id)}, {NO_DIFF_AT_ALL}", QUIET))]
     elif (fix := unmeasured_fix(incident)) is not None:
         parts += [Text(""), *_diff(fix, f", {unmeasured(incident)}")]
     if incident.rows:
@@ -125,7 +128,7 @@ def _diff(fix: Fix, proof: str = "") -> Iterator[RenderableType]:
         for line in changed(hunk):
             yield Padding(Text(f"{line.sign} {line.text}", HARM if line.sign == "-" else PROVEN), (0, 2, 0, 10))
     for words in rest_of(fix):
-        yield Text.assemble(("  and     ", QUIET), words, ("   no diff of this place", QUIET))
+        yield Text.assemble(("  and     ", QUIET), words, (f"   {NO_DIFF_AT_ALL}", QUIET))
 
 
 def _facts(incident: Incident) -> RenderableType:

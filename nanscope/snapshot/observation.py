@@ -87,7 +87,8 @@ class Origin:
     means (`nanscope.roles.Role`). masked: outside the loss, None where nothing selects; masked_by: what takes it out, in words.
     operands: (name, value) of what it was made from. source: (line number, text) around the line. headroom: bits left to the end of the
     dtype, negative beyond it. limit: for an exponential, the largest exponent that its dtype can take, in nats. sharded: the rank held a
-    part of the tensor; index and shape are those in the whole.
+    part of the tensor; index and shape are those in the whole. batch: row and token, where the tensor is a piece of the batch, or lies
+    otherwise; () where that is so and they are not known.
     """
 
     op: str = "unknown"
@@ -109,6 +110,7 @@ class Origin:
     headroom: float | None = None
     limit: float | None = None
     sharded: bool = False
+    batch: tuple[int, ...] | None = None
 
     def number(self, position: int) -> float:
         """Return the value of an operand, NaN if there is none."""

@@ -230,7 +230,7 @@ def _incident(snapshot: Snapshot, seen: Observation, replayed: Replay, problem: 
     advised = folk_rows(snapshot, framework, replayed.trace) if replayed.location is not None and not seen.suspect else ()
     best = next((fix.id for fix in fixes if fix.executed and fix.proven), None)
     tokens = None if seen.outside else with_texts(tokens_of(replayed, best), snapshot.texts)
-    sample = sample_of(tokens, replayed.trace, known(snapshot.settings, snapshot.objective))
+    sample = sample_of(tokens, replayed.trace, known(snapshot.settings, snapshot.objective), seen.origin.batch)
     spot = token_of(snapshot, seen.origin)
     if spot and tokens is not None:  # which knows more of what is a token than the step alone
         spot = tokens.layout.spot(tokens.row, tokens.column) if sample is None else ", ".join(filter(None, (sample.place, sample.group)))

@@ -13,6 +13,7 @@ from enum import StrEnum
 
 from torch import Size
 
+from nanscope.locate.piece import row_and_token
 from nanscope.locate.trace import Trace
 from nanscope.program.flow import dims_of
 from nanscope.program.ops import ALL_SOFTMAXES
@@ -47,10 +48,13 @@ class Layout(StrEnum):
 _OF_TOKENS = LOG_PROBS | {Role.LOG_RATIO, Role.RATIO, Role.IS_WEIGHT, Role.KL, Role.ENTROPY, Role.MASK, Role.RESPONSE_IDS}
 
 
-def layout_of(trace: Trace, value: int) -> tuple[Layout, Size]:
-    """Return how a value lies in the batch, and the shape of its map: that of the batch for what has one number a row, else its own."""
+def layout_of(trace: Trace, value: int, flat: int = 0) -> tuple[Layout, Size]:
+    """Return how a value lies in the batch, and the shape of its map: that of the batch for what has one number a row, else its own.
+
+    flat: the element that is looked at. If it is another token than its index says, the map has rows and columns, and no tokens.
+    """
     shape, made = trace.values[value].shape, trace.program.maker(value)
-    if trace.names.role(value) in OF_MODEL or (made is not None and made.module):
+    if trace.names.role(value) in OF_MODEL or (made is not None and made.module) or row_and_token(trace, value, flat) is not None:
         return Layout.COLUMNS if len(shape) > 1 else Layout.ELEMENTS, shape
     if len(shape) == 1 or (len(shape) == 2 and shape[1] == 1):
         batch = next((one for one in _batches(trace, value) if one[0] == shape[0] > 1 and one[0] != one[1]), None)

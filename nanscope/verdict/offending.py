@@ -67,7 +67,7 @@ def offending(replayed: Replay) -> Offending | None:
     shown = trace.values.get(value)
     if shown is None or shown.dim() == 0 or not shown.is_floating_point() or origin.flat >= shown.numel():
         return None
-    layout, shape = layout_of(trace, value)
+    layout, shape = layout_of(trace, value, origin.flat)
     per_row = layout is Layout.ROWS
     flat = shown.reshape(-1, 1).expand(shape) if per_row else shown.reshape(-1, shape[-1])
     row, column = (origin.flat, 0) if per_row else divmod(origin.flat, shape[-1])

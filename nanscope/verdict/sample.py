@@ -19,6 +19,7 @@ from nanscope.objective.advantages import group_size
 from nanscope.program.flow import dims_of, element_flow
 from nanscope.program.ops import SIZED, Flow
 from nanscope.roles import SCORES, Role
+from nanscope.text import row_token
 from nanscope.verdict.layout import Layout
 from nanscope.verdict.tokens import TokenMap
 
@@ -38,7 +39,7 @@ class BatchRow:
     @property
     def place(self) -> str:
         """Row and token, in words."""
-        return f"row {self.row:,}" + ("" if self.token is None else f", token {self.token:,}")
+        return row_token(self.row, self.token)
 
     @property
     def group(self) -> str:
@@ -46,8 +47,12 @@ class BatchRow:
         return "" if self.prompt is None else f"completion {self.completion:,} of prompt {self.prompt:,}"
 
 
-def sample_of(tokens: TokenMap | None, trace: Trace | None, settings: Mapping[str, Any]) -> BatchRow | None:
-    """Return the sample that an origin belongs to, None where it lies in no tensor of rows and tokens."""
+def sample_of(
+    tokens: TokenMap | None, trace: Trace | None, settings: Mapping[str, Any], batch: tuple[int, ...] | None = None
+) -> BatchRow | None:
+    """Return the sample that an origin belongs to, None where it lies in no tensor of rows and tokens. batch: see `Origin`."""
+    if batch:
+        return BatchRow(*batch)
     if tokens is None or trace is None or tokens.layout not in (Layout.TOKENS, Layout.ROWS):
         return None
     token = None if tokens.layout is Layout.ROWS else tokens.column

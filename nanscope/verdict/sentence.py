@@ -31,7 +31,7 @@ from nanscope.snapshot.observation import (
     Phase,
 )
 from nanscope.snapshot.step import Reached, Snapshot
-from nanscope.text import line_in, number, show_index
+from nanscope.text import line_in, number, row_token, show_index
 from nanscope.verdict.arithmetic import calculation
 from nanscope.verdict.grounds import LITTLE, is_infinite, is_masked, logarithm_of, of_setting
 
@@ -333,14 +333,17 @@ def token_of(snapshot: Snapshot, p: Origin) -> str:
     """Return where in the batch an element stands, as one says it: "row 16, token 31", or "row 57" of one number a row; "" where that is no
     tensor of rows and tokens."""
     of_tokens = len(p.shape) in (1, 2) and len(p.index) == len(p.shape) and p.role not in (Role.WEIGHTS, Role.OPTIMIZER, Role.GRAD)
-    if not of_tokens or p.sharded or snapshot.observation.suspect:
+    if p.batch:
+        return row_token(*p.batch)
+    if not of_tokens or p.batch is not None or p.sharded or snapshot.observation.suspect:
         return ""
     leaves = [leaf for leaf in snapshot.program.leaves if (leaf.role or role_of(leaf.name)) in _OF_TOKENS and leaf.id in snapshot.tensors]
     batches = {shape for leaf in leaves if len(shape := tuple(snapshot.tensors[leaf.id].shape)) == 2 and shape[1] > 1}
     if p.shape[1:] in ((), (1,)) and not p.module and p.role not in OF_MODEL:
         per_row = any(p.shape[0] == rows > 1 for rows, _ in batches) and all(p.shape[0] != columns for _, columns in batches)
-        return f"row {p.index[0]}" if per_row else ""
-    return f"row {p.index[0]}, token {p.index[1]}" if len(p.shape) == 2 and (p.masked is not None or p.shape in batches) else ""
+        return row_token(p.index[0]) if per_row else ""
+    counted = p.masked is not None and not p.module  # inside of a model a matrix may be a weight, or states
+    return row_token(*p.index) if len(p.shape) == 2 and (counted or p.shape in batches) else ""
 
 
 def what_and_where(snapshot: Snapshot) -> str:
