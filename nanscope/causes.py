@@ -135,6 +135,7 @@ CAUSES: dict[Cause, CauseInfo] = {
         ("reject_input", "drop_invalid_sample"),
         (
             "a setting of the optimizer is not finite",
+            "a number that the code gave is beyond what its dtype can hold",
             "a number that the code gave is NaN",
             "a number that the code gave is infinite",
             "the code wrote it there",

@@ -124,6 +124,10 @@ CASES = (  # one row a rule, in the order of the rules
         seen("add", NAN, 1.0, NAN, phase=Phase.OPTIMIZER, eps_underflow=True), Cause.EPS_UNDERFLOW,
         seen("add", NAN, 1.0, NAN, eps_underflow=True), Cause.UNKNOWN,
     ),
+    Case(
+        seen("mul", NAN, 0.0, 1e39, number=True, beyond=True), Cause.BAD_INPUT,
+        seen("mul", INF, 2.0, 3e38), Cause.MAGNITUDE_OVERFLOW,
+    ),
     Case(seen("mm", INF, dtype="float16"), Cause.FP16_OVERFLOW, seen("mm", INF, dtype="bfloat16"), Cause.MAGNITUDE_OVERFLOW),
     Case(seen("pow", INF, 1e30), Cause.MAGNITUDE_OVERFLOW, seen("pow", INF, -INF), Cause.UNKNOWN),
     Case(seen("lgamma", INF, 0.0, opposed=True), Cause.INF_MINUS_INF, seen("lgamma", INF, 0.0), Cause.OUTSIDE_DOMAIN),
@@ -156,6 +160,7 @@ BOTH = (  # what two rules fit: the cause that is said, and the one that is not
     (seen("div", NAN, 0.0, 0.0), Cause.ZERO_DIV_ZERO, Cause.ZERO_DENOMINATOR),
     (seen("mean", NAN, phase=Phase.OPTIMIZER, eps_underflow=True), Cause.EMPTY_MASK_MEAN, Cause.EPS_UNDERFLOW),
     (seen("mm", INF, phase=Phase.OPTIMIZER, eps_underflow=True, dtype="float16"), Cause.EPS_UNDERFLOW, Cause.FP16_OVERFLOW),
+    (seen("mul", INF, 2.0, 1e39, dtype="float16", number=True, beyond=True), Cause.BAD_INPUT, Cause.FP16_OVERFLOW),
     (seen("mm", INF, dtype="float16"), Cause.FP16_OVERFLOW, Cause.MAGNITUDE_OVERFLOW),
     (seen("lgamma", INF, 0.0, opposed=True), Cause.INF_MINUS_INF, Cause.OUTSIDE_DOMAIN),
     (seen("lgamma", INF, 0.0, number=True), Cause.OUTSIDE_DOMAIN, Cause.BAD_INPUT),
@@ -181,7 +186,7 @@ NEVER = {  # two rules beside each other that fit no observation together, and s
     18: "NaN is not finite",
     26: "a logarithm is no spectrum",
     30: "the logarithm of 0 is below 0",
-    40: "a pole is no overflow",
+    41: "a pole is no overflow",
 }
 
 

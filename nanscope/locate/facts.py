@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 
 import torch
@@ -52,6 +53,8 @@ from nanscope.roles import Role
 from nanscope.snapshot.observation import Facts, Phase
 from nanscope.text import line_in, ravel
 
+_MOST = dict.fromkeys(("float64", "complex128"), sys.float_info.max)
+
 
 def facts_of(location: Location, trace: Trace) -> Facts:
     """Return the facts around the origin of a location."""
@@ -62,6 +65,7 @@ def facts_of(location: Location, trace: Trace) -> Facts:
     exponential = call is not None and _is_exponential(origin, call)
     filled = call is not None and _filled(trace, call)
     divisor = DIVISORS.get(origin.op, 1)
+    most = _MOST.get(origin.dtype, torch.finfo(torch.float32).max)  # of half precision, too: a number of Python is taken in float32 there
     return Facts(
         coefficient=(origin.coefficient is not None and not math.isnan(origin.value))  # a NaN was one before it met that
         or _is_given_infinity(call, location, program)
@@ -84,7 +88,8 @@ def facts_of(location: Location, trace: Trace) -> Facts:
         unwritten=origin.leaf is not None and (origin.leaf.made_by == "empty" or _is_left_over(origin.leaf, trace.values[origin.value_id])),
         cancelled=_cancelled(location, trace),
         filled=filled,
-        number=any(operand.id == NUMBER and not math.isfinite(operand.value) for operand in origin.operands),
+        number=any(operand.id == NUMBER and not abs(operand.value) <= most for operand in origin.operands),
+        beyond=any(operand.id == NUMBER and most < abs(operand.value) < math.inf for operand in origin.operands),
         degenerate=call is not None and (is_degenerate(call, trace.values) or is_flat(call, trace.values)),
         eps_underflow=origin.call is not None and bool(vanishing_eps(trace, origin.call)),
         leaves_half=leaves_half(origin, location.phase, trace),

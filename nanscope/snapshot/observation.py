@@ -176,8 +176,8 @@ class Facts:
     code, written by another call than the origin's. number: a number that the code gave is NaN, or infinite. leaves_half: its
     gradient is beyond the range of half precision, in which it was computed, and within that of float32. degenerate: a decomposition of a
     matrix, or its backward, divides by 0: two eigenvalues are equal, or a pivot is 0; or a normalisation does. opposed: it is an infinity,
-    and where it becomes NaN another one is taken from it. put: the line of the code that put the number into what is read as data, "" if
-    none did.
+    and where it becomes NaN another one is taken from it. beyond: a finite number that the code gave is none of the dtype. put: the line
+    of the code that put the number into what is read as data, "" if none did.
     """
 
     coefficient: bool = False
@@ -203,6 +203,7 @@ class Facts:
     degenerate: bool = False
     opposed: bool = False
     put: str = ""
+    beyond: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,6 +144,7 @@ RULES: tuple[Rule, ...] = (
     Rule(None, DIVISORS, lambda o: o.origin.divided == 0, Cause.ZERO_DENOMINATOR),
     Rule(None, MEANS, is_nan, Cause.EMPTY_MASK_MEAN),
     Rule(Phase.OPTIMIZER, None, lambda o: o.facts.eps_underflow, Cause.EPS_UNDERFLOW),
+    Rule(Phase.FORWARD, None, lambda o: o.facts.beyond and not is_finite(o), Cause.BAD_INPUT),
     Rule(None, None, lambda o: overflows(o) and o.origin.dtype == "float16", Cause.FP16_OVERFLOW),
     Rule(None, None, overflows, Cause.MAGNITUDE_OVERFLOW),
     Rule(None, None, lambda o: o.origin.is_pole and o.facts.opposed, Cause.INF_MINUS_INF),

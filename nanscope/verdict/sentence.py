@@ -113,6 +113,7 @@ _VARIETIES: dict[Cause, tuple[Callable[[Observation], bool], ...]] = {
     Cause.MAGNITUDE_OVERFLOW: (lambda seen: seen.origin.op in DIVISORS.keys() - {"pow"}, lambda seen: seen.origin.op not in GROWING),
     Cause.BAD_INPUT: (
         of_setting,
+        lambda seen: seen.facts.beyond,
         lambda seen: seen.facts.number and not is_infinite(seen),
         lambda seen: seen.facts.number,
         lambda seen: bool(seen.facts.put),
