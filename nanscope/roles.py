@@ -170,6 +170,20 @@ def last_word(name: str) -> str:
                 return ast.unparse(node)
 
 
+@lru_cache(maxsize=4096)
+def picked_word(name: str) -> str:
+    """Return the same with the index that picks a part of it: `batch["old_logps"][rows]` is `old_logps[rows]`, whose elements have other
+    numbers."""
+    try:
+        node = ast.parse(name.strip()[:_LONGEST], mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return last_word(name)
+    picks = isinstance(node, ast.Subscript) and not (isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str))
+    return (
+        f"{last_word(ast.unparse(node.value))}[{ast.unparse(node.slice)}]" if picks and isinstance(node, ast.Subscript) else last_word(name)
+    )
+
+
 def fitting(role: Role | None, real: bool) -> Role | None:
     """Return the role that a tensor can have: whatever its name says, integers are no log-probabilities. real: of floats."""
     return role if real or role in _COUNTED else None

@@ -202,3 +202,24 @@ def test_an_element_whose_change_changes_what_is_picked_is_not_blamed(tmp_path: 
         rows = torch.nonzero(drift.abs().sum(1))[:, 0]
         torch.exp(drift[rows] * weight).sum().backward()
     assert (scope.verdict.incidents[0].origin.op, scope.verdict.gaps) == ("exp", ())
+
+
+def test_what_a_list_of_rows_has_picked_is_called_so(tmp_path: Path) -> None:
+    """A mini-batch: the element behind the overflow has another row in the whole tensor, and the mask is called what it is, too."""
+    torch.manual_seed(0)
+    policy = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
+    with nanscope.watch(policy, out=tmp_path) as scope:
+        states, mask = torch.randn(4, 8, 3), torch.ones(4, 8)
+        with torch.no_grad():
+            old = policy(states).squeeze(-1)
+        old[3, 7], mask[3, 7] = -150.0, 0.0
+        for rows in ([0, 2], [1, 3]):
+            lp = policy(states[rows]).squeeze(-1)
+            loss = (torch.exp(lp - old[rows]) * mask[rows]).sum() / mask[rows].sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    (incident,) = scope.verdict.incidents
+    assert incident.blame is not None and (incident.blame.name, incident.blame.index) == ("old[rows]", (1, 7)), incident.blame
+    assert "multiplied by mask[rows] = 0" in incident.sentence and "old[rows][1, 7] = −150" in incident.sentence, incident.sentence

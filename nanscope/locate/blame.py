@@ -26,7 +26,7 @@ from nanscope.program.calls import Leaf
 from nanscope.program.numbers import at, is_binary, quantiles
 from nanscope.program.ops import LOGARITHMS, carries
 from nanscope.program.program import Program
-from nanscope.roles import Role, last_word
+from nanscope.roles import Role, picked_word
 from nanscope.snapshot.observation import Blame
 from nanscope.text import unravel
 
@@ -130,7 +130,7 @@ class _Way:
         weight = leaf is not None and leaf.origin == "parameter"
         role = Role.WEIGHTS if weight else self.trace.names.role(self.value)
         return Blame(
-            name=name if name is None or weight else last_word(name),
+            name=name if name is None or weight else picked_word(name),
             role=str(role) if role else None,
             index=index[:-1] if row else index,
             value=self._size(group),

@@ -20,7 +20,7 @@ from nanscope.locate.trace import Trace
 from nanscope.program.calls import Call, Site, is_within
 from nanscope.program.local import local
 from nanscope.program.numbers import at, dtype_name, exponent_limit, headroom_bits
-from nanscope.program.ops import COMMUTATIVE, EXPONENTIALS, FILLS, IN_ORDER, NUMBERED, SETS, SHIFTS, SIZED
+from nanscope.program.ops import COMMUTATIVE, EXPONENTIALS, FILLS, IN_ORDER, LITERALS, NUMBERED, SETS, SHIFTS, SIZED
 from nanscope.program.program import Program
 from nanscope.program.whole import whole
 from nanscope.roles import Role, last_word
@@ -185,6 +185,8 @@ def _number_word(origin: Element, words: tuple[str, ...], position: int) -> str:
     assigned = origin.site is not None and origin.site.expression.endswith("]")  # to a part, which torch 2.15 fills
     if origin.op in SETS:
         places = (len(words) - 1,) if origin.op in FILLS and not assigned else ()  # what is assigned is no argument
+    elif origin.op in LITERALS:
+        places = tuple(range(1, len(words)))  # the first says how large the tensor is
     given = [words[place] for place in places if 0 <= place < len(words)]
     tensors = {operand.name for operand in origin.operands if operand.name}
     apart = [word for word in given if _PLAIN.fullmatch(word) and word not in tensors]

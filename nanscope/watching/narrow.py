@@ -16,9 +16,9 @@ from nanscope.locate.names import Names
 from nanscope.locate.observe import observe
 from nanscope.locate.origin import Location
 from nanscope.locate.trace import Trace
-from nanscope.program.calls import Computes, Leaf, refs
+from nanscope.program.calls import Call, Computes, Leaf, refs
 from nanscope.program.numbers import is_spoilt, same_bits, tensor_bytes
-from nanscope.program.ops import flow_of
+from nanscope.program.ops import PICKS, flow_of
 from nanscope.program.program import Program
 from nanscope.program.run import Run
 from nanscope.replay.further import UNMADE
@@ -157,9 +157,8 @@ def narrow(
             if wide(run.values[out]) or (not save_tokens and _more_than_a_mask(run.values[out])):
                 closed.add(out)
             else:
-                site = program.site_of(call)
                 role = namer.role(out)
-                cut[out] = Leaf(out, site.name if site else None, "cut", bool(out in run.grads), call.op, str(role) if role else "")
+                cut[out] = Leaf(out, _called(program, call), "cut", bool(out in run.grads), call.op, str(role) if role else "")
     if program.output in cut:  # nothing would be left; keep what there is
         return (EMPTY, {}, {}) if unlisted else (program, tensors, grads)
     leaves = tuple(leaf for leaf in program.leaves if leaf.id not in closed) + tuple(cut.values())
@@ -169,6 +168,14 @@ def narrow(
     whole = needed - _behind(program, cut.keys() & needed)
     gradients = {value: grads[value] if value in grads else run.grads[value] for value in whole if value in grads or value in run.grads}
     return smaller, contents, gradients
+
+
+def _called(program: Program, call: Call) -> str | None:
+    """What the code calls the result of a call: `old[rows]` for what it picks, unless that has a name."""
+    site = program.site_of(call)
+    if site is None or site.name is not None:
+        return None if site is None else site.name
+    return site.expression if call.name in PICKS and site.expression.endswith("]") else None
 
 
 def _behind(program: Program, cut: Iterable[int]) -> set[int]:
