@@ -12,6 +12,7 @@ from torch import Tensor
 from nanscope.capture.entries import Value, tensors_of
 from nanscope.capture.log import LITERAL, Log
 from nanscope.capture.notes import Notes
+from nanscope.capture.raw import identity
 from nanscope.capture.rows import Rows
 from nanscope.capture.sites import NOWHERE, Place
 from nanscope.capture.values import Values
@@ -60,8 +61,8 @@ class Chains:
             if one.requires_grad:
                 return True
             made = self._notes.maker(one) if is_plain(one) else None
-            if made is not None and id(made.seen) not in seen:
-                seen.add(id(made.seen))
+            if made is not None and identity(made) not in seen:
+                seen.add(identity(made))
                 way += tensors_of(made.args)
         return False
 
@@ -77,8 +78,8 @@ class Chains:
                 outer.append(one)
             elif one.requires_grad or len(found) > LONG:
                 return None
-            elif id(made.seen) not in seen:
-                seen.add(id(made.seen))
+            elif identity(made) not in seen:
+                seen.add(identity(made))
                 found.add(made.place)
                 way += tensors_of(made.args)
             elif one is tensor:

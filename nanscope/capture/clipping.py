@@ -5,6 +5,7 @@ And by what it then multiplies them all: who knows both need not read the gradie
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -47,7 +48,9 @@ class Clipping:
         """A call that waits has taken norms, or has written to tensors."""
         if call.operator.norm:
             self.took(call.results, call.place)
-            self.measure([(address, shape.numel(), version) for version, address, shape, _ in each(call.seen)], call.args[1:], call.results)
+            self.measure(
+                [(address, math.prod(shape), version) for version, address, shape, _ in each(call.seen)], call.args[1:], call.results
+            )
         elif call.results:
             self.wrote()
         else:
@@ -73,7 +76,7 @@ class Clipping:
     def _scale(self, call: RawCall) -> None:
         """A list of tensors was written to: multiplied by one number after their norms were taken, or nobody knows what they are now."""
         grads, *rest = call.args
-        at = [self.measured_at.get((address, shape.numel())) for _, address, shape, _ in each(call.seen[: EACH * len(grads)])]
+        at = [self.measured_at.get((address, math.prod(shape))) for _, address, shape, _ in each(call.seen[: EACH * len(grads)])]
         by_one = call.operator.name == "_foreach_mul_" and len(rest) == 1 and type(rest[0]) is Tensor and rest[0].numel() == 1
         again = self._written and (not by_one or rest[0] is not self._factor or any(id(grad) in self._scaled for grad in grads))
         if again or not by_one or None in at or len(set(map(id, grads))) < len(grads):

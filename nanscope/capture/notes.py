@@ -74,7 +74,7 @@ class Notes:
         self._callers = callers
         self._ends = 0  # since the last backward pass
         self._makers = Makers()
-        self._shapes: dict[torch.Size, torch.Size] = {}  # each once, for all calls: what is held is gone through by Python's collector
+        self._shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # each once, for all calls, and none of torch's class: see `RawCall`
         self._strides: dict[tuple[int, ...], tuple[int, ...]] = {}
         self.weight, self.most, self.graph = 0, min(WEIGHT, budget >> 4), GRAPH
         self.idle, self.due = 0, IDLE
@@ -93,7 +93,7 @@ class Notes:
         seen: list[Any] = []
         made: list[Any] = []
         fresh: list[int] = []
-        weight, one_shape, one_stride = CALL, self._shapes.setdefault, self._strides.setdefault
+        weight, one_shape, one_stride = CALL, self._shapes.get, self._strides.setdefault
         try:
             read = self._read(args, seen, fresh, operator.lasting)
             if read < 0:
@@ -104,8 +104,9 @@ class Notes:
                     return False
                 weight += 0 if operator.view else size  # what it is a part of has been weighed
                 writes = writes_counted(item) + operator.mutable  # a write is counted when it is over
-                shape, strides = item.shape, item.stride()
-                made += writes, item.data_ptr(), one_shape(shape, shape), one_stride(strides, strides)
+                shape, strides = one_shape(item.shape), item.stride()
+                shape = self._shape(item) if shape is None else shape
+                made += writes, item.data_ptr(), shape, one_stride(strides, strides)
         except RuntimeError:  # no memory of its own, or in inference mode
             return False
         self.weight += weight + read + (0 if destroyed is None else destroyed.nbytes)
@@ -118,7 +119,7 @@ class Notes:
             results = [Fleeting(item) for item in results]
             makers.fleeting.update({item.identity: number for item in results})
         (code, lasti), grad = self._callers.caller(FRAMES), torch.is_grad_enabled()
-        self.pending.append((operator, args, kwargs, results, seen, made, code, lasti, grad, self.module, destroyed))
+        self.pending.append((operator, args, kwargs, results, tuple(seen), tuple(made), code, lasti, grad, self.module, destroyed))
         if destroyed is not None:
             self.begin_stretch()
         if not grad:
@@ -149,7 +150,7 @@ class Notes:
     def _read(self, args: Sequence[Any], seen: list[Any], fresh: list[int], lasting: bool) -> int:
         """Note what tensors among arguments are at this moment, and return the bytes that are held for them alone; −1 if one of them, or
         another argument, cannot wait. fresh: takes the identities of those that no other waiting call holds. lasting: see `Operator`."""
-        weight, light, one_shape = 0, self._makers.light, self._shapes.setdefault
+        weight, light, one_shape = 0, self._makers.light, self._shapes.get
         for arg in args:
             kind = type(arg)
             if kind is Tensor or kind is Parameter:
@@ -160,14 +161,20 @@ class Notes:
                         return -1
                     weight += held
                     fresh.append(id(arg))
-                shape = arg.shape
-                seen += writes_counted(arg), arg.data_ptr(), one_shape(shape, shape), wanted
+                shape = one_shape(arg.shape)
+                seen += writes_counted(arg), arg.data_ptr(), self._shape(arg) if shape is None else shape, wanted
             elif kind not in ATOMS:
                 inner = self._read(arg, seen, fresh, lasting) if kind in (list, tuple) else -1
                 if inner < 0:
                     return -1
                 weight += inner
         return weight
+
+    def _shape(self, tensor: Tensor) -> tuple[int, ...]:
+        """Remember the shape of a tensor."""
+        shape = tuple(tensor.shape)
+        self._shapes[shape] = shape
+        return shape
 
     def maker(self, tensor: Tensor) -> RawCall | None:
         """Return the call that waits and has made a tensor, None if there is none."""
@@ -261,7 +268,7 @@ class Notes:
     def close(self, done: Set[int]) -> Closed:
         """A step is over in which nothing was wrong: of the calls before the running stretch, keep those that somebody may come back for.
 
-        done: calls, by identity, whose results nobody will come back for, whoever holds them.
+        done: calls, by their `identity`, whose results nobody will come back for, whoever holds them.
         """
         closed, over, due = Closed(), dict[int, Tensor | None](), self._old.are_due()
         if due:
@@ -278,7 +285,7 @@ class Notes:
                 closed.written += one[raw.ARGS][0]
             elif one[raw.DESTROYED] is not None and not is_row(one):
                 closed.trailed.add(one[raw.MADE][raw.ADDRESS])
-            elif id(one) not in done:
+            elif raw.identity(one) not in done:
                 kept.append(one)
                 ages.append(self._ages[len(pending)] + 1 if len(pending) < len(self._ages) else 1)
             elif one[raw.SEEN]:
@@ -352,13 +359,14 @@ class Notes:
     def overwritten(self, memory: Spans) -> None:
         """Somebody has written to memory, unseen: what calls that wait have read there without a gradient is not there any more. Of what
         has one its own count of writes tells."""
-        low, high = memory.low, memory.high
-        for one in self.pending[self._old.calls :]:
-            seen: list[Any] = one[raw.SEEN] if type(one) is tuple else []
-            for at in range(0, len(seen), EACH):
-                address = seen[at + raw.ADDRESS]
-                if low <= address < high and not seen[at + raw.WANTED] and memory.start_of(address):
-                    seen[at + raw.ADDRESS] = ELSEWHERE
+        low, high, pending = memory.low, memory.high, self.pending
+        for number in range(self._old.calls, len(pending)):
+            call = pending[number]
+            for at in range(raw.ADDRESS, len(call[raw.SEEN]) if type(call) is tuple else 0, EACH):
+                seen = call[raw.SEEN]
+                address, wanted = seen[at], seen[at + raw.WANTED - raw.ADDRESS]
+                if low <= address < high and not wanted and memory.start_of(address):
+                    call = pending[number] = (*call[: raw.SEEN], (*seen[:at], ELSEWHERE, *seen[at + 1 :]), *call[raw.MADE :])
 
     def forget(self) -> None:
         """Nothing waits any more, and nobody will ask."""

@@ -6,20 +6,20 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import CodeType
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from nanscope.capture.entries import Operator
 from nanscope.capture.sites import Place
 
-Seen = tuple[int, int, torch.Size, bool]  # of an argument: how often it was written to, address, shape, whether it wanted a gradient
-Made = tuple[int, int, torch.Size, tuple[int, ...]]  # of a result: how often it was written to, address, shape, strides
+Seen = tuple[int, int, tuple[int, ...], bool]  # of an argument: how often it was written to, address, shape, whether it wanted a gradient
+Made = tuple[int, int, tuple[int, ...], tuple[int, ...]]  # of a result: how often it was written to, address, shape, strides
 
 
 class RawCall(NamedTuple):
     """A call that was made. results: none of one that has written to a list, what was written to of one that has written to a tensor, and
     `Fleeting` ones of one that has read no tensor. seen: `Seen` of the tensors among the arguments, in order; made: `Made` of the results:
-    both flat, see `each`, since what waits is held, and Python's collector counts. code, lasti: the function of the trainer's that made it,
+    both flat, see `each`, and exact tuples of what refers to nothing, since what waits is held, and those Python's collector lets go
+    of. code, lasti: the function of the trainer's that made it,
     and its instruction. grad: was autograd on? module: the part of the model that it was made in. destroyed: a copy of what a write to the
     weights of a model that nobody trains has destroyed, see `Trailing`."""
 
@@ -27,8 +27,8 @@ class RawCall(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     results: Sequence[Any]
-    seen: list[Any]
-    made: list[Any]
+    seen: tuple[Any, ...]
+    made: tuple[Any, ...]
     code: CodeType | None
     lasti: int
     grad: bool
@@ -46,6 +46,11 @@ OPERATOR, ARGS, KWARGS, RESULTS, SEEN, MADE, CODE, LASTI, GRAD, MODULE, DESTROYE
 
 WRITES, ADDRESS, SHAPE, WANTED = range(4)  # and where in what is seen of a tensor, or made
 EACH = 4  # and how many these are
+
+
+def identity(call: Raw) -> int:
+    """Return what a call that has made something is known by as long as it waits: another tuple may stand for it by then."""
+    return id(call[MADE])
 
 
 def each(flat: Iterable[Any]) -> Iterator[Seen]:

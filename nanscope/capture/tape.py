@@ -649,7 +649,7 @@ class Tape:
         """A step is over in which nothing was wrong: forget what was recorded in it that nobody has asked for, and may come back for. What
         was called since the last stretch began stays.
 
-        done: calls that it has differentiated and not written down, by identity.
+        done: calls that it has differentiated and not written down, by their `identity`.
         """
         with self._lock:
             if self._understands or not self.notes.pending:

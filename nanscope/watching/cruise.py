@@ -133,7 +133,7 @@ class Cruise:
             return None
         self._known[number] = self._known.pop(number)  # the last to make way
         self._in_vain = 0
-        made = frozenset(id(stretch.calls[index]) for index in known.made)
+        made = frozenset(raw.identity(stretch.calls[index]) for index in known.made)
         return Familiar(known, stretch, root, tuple(leaves), tuple(edges), known.dialled.of(stretch), values, made, held)
 
     def references(self) -> Mapping[int, int]:
