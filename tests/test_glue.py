@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import nanscope
-from nanscope.capture.glue import opened
+from nanscope.capture.glue import Between, Glue, opened
 from nanscope.capture.mode import TapeMode
 from nanscope.capture.tape import Tape
 from nanscope.verdict.incident import Incident
@@ -283,3 +284,31 @@ def test_what_a_custom_function_did_stands_where_it_was_done() -> None:
         loss = (first + Rounds.apply(torch.log(-x))).sum()
     names = [call.name for call in opened(tape, tape.value_of(loss))[0].calls]
     assert [name for name in names if name in ("div", "log", "round")] == ["div", "log", "round"]
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_several_values_are_taken_from_the_tape_as_each_alone(lost: bool) -> None:
+    """Where a model is called part by part, what led to each argument is a part of one program; what is not there any more is left out."""
+    tape, state = Tape(), torch.ones(4, requires_grad=True)
+    made = []
+    with TapeMode(tape):
+        for step in range(5):
+            state = torch.tanh(state * 2 + step)
+            made.append(state[:2] + torch.arange(2.0))
+            made.append(state.detach().log1p())
+    values = [tape.value_of(one) for one in made]
+    if lost:
+        values[0].tensor = None
+        del tape.known.made_by[values[0].id]
+    together, tensors = tape.together(values)
+    between = Between(together, tensors, tape.places(tensors))
+    assert [between.has(value.id) for value in values] == [not lost, *[True] * 9]
+    for value in values[lost:]:
+        alone, own = tape.program(value)
+        glue = Glue(("", 0), between, value.id)  # type: ignore[arg-type]
+        assert glue.program.output == value.id and [call.outs for call in glue.program.calls] == [call.outs for call in alone.calls]
+        assert glue.program.calls == tuple(
+            replace(call, site=mine.site) for call, mine in zip(alone.calls, glue.program.calls, strict=True)
+        )
+        assert glue.tensors.keys() == own.keys() == {leaf.id for leaf in glue.program.leaves} == glue.apart().tensors.keys()
+        assert glue.places == {leaf: tape.places([leaf])[leaf] for leaf in own}

@@ -13,11 +13,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from torch import Tensor
 
 from nanscope.capture.entries import Opaque, Value
 from nanscope.capture.modules import KEPT_BYTES, Address, ModuleCall, place_of, tensors_in, version_of
+from nanscope.capture.slicing import NOTHING
 from nanscope.capture.tape import Tape
 from nanscope.program.calls import Call, Leaf, Ref
 from nanscope.program.local import local
@@ -27,17 +29,69 @@ from nanscope.program.program import Program, join
 DEEP = 4  # calls, one behind the other, that are gone back over
 
 
-@dataclass(frozen=True, slots=True)
-class Glue:
-    """What made an argument of a module. place: where that lies. tensors, places: the leaves of the program, and where they lay. diff: a
-    gradient flows through it; what is detached lies in the same place.
-    """
+@dataclass(frozen=True)  # without slots: what is derived is kept
+class Between:
+    """What the trainer's own lines made, and handed to one or more modules: one program of all that. tensors, places: its leaves, and where
+    they lay."""
 
-    place: Address
     program: Program
     tensors: Mapping[int, Tensor]
     places: Mapping[int, Address]
+
+    @cached_property
+    def _behind(self) -> dict[int, int]:
+        """The leaves behind each value, as bits."""
+        found = {leaf.id: 1 << number for number, leaf in enumerate(self.program.leaves)}
+        for call in self.program.calls:
+            read = 0
+            for value in call.inputs():
+                read |= found[value]
+            found.update(dict.fromkeys((out for out in call.outs if out is not None), read))
+        return found
+
+    def has(self, value: int) -> bool:
+        """Is a value made in it, or one of its leaves?"""
+        return value in self._behind
+
+    def leaves_of(self, value: int) -> list[int]:
+        """Return the leaves that a value was made of."""
+        behind = self._behind[value]
+        return [leaf.id for number, leaf in enumerate(self.program.leaves) if behind >> number & 1]
+
+
+@dataclass(frozen=True)
+class Glue:
+    """What made an argument of a module. place: where that lies. between, value: that in it. diff: a gradient flows through it; what is
+    detached lies in the same place.
+    """
+
+    place: Address
+    between: Between
+    value: int
     diff: bool = True
+
+    @cached_property
+    def program(self) -> Program:
+        """What made it, and nothing else."""
+        return self.between.program.slice(self.value)
+
+    @cached_property
+    def _leaves(self) -> list[int]:
+        return self.between.leaves_of(self.value)
+
+    @property
+    def tensors(self) -> dict[int, Tensor]:
+        """The leaves of the program."""
+        return {leaf: self.between.tensors[leaf] for leaf in self._leaves}
+
+    @property
+    def places(self) -> dict[int, Address]:
+        """Where they lay."""
+        return {leaf: self.between.places[leaf] for leaf in self._leaves}
+
+    def apart(self) -> Glue:
+        """Return the same, which holds nothing that others were made of."""
+        return replace(self, between=Between(self.program, self.tensors, self.places))
 
     def is_whole(self) -> bool:
         """Is all that the program reads still there?"""
@@ -46,6 +100,11 @@ class Glue:
     def leading_to(self, argument: int) -> Program:
         """Return the program with its result under another id."""
         return leading(self.program, argument)
+
+
+def betweens(glue: Iterable[Glue]) -> list[Between]:
+    """Return what some arguments were made in, each once."""
+    return list({id(one.between): one.between for one in glue}.values())
 
 
 def leading(program: Program, value: int) -> Program:
@@ -63,16 +122,22 @@ def with_gradients(program: Program, value: int) -> Program:
 
 
 def glue_before(tape: Tape, calls: Iterable[ModuleCall]) -> tuple[Glue, ...]:
-    """Return what made the arguments of calls, as far as the tape knows it; nothing for what came in, or was written to since."""
-    found: dict[tuple[Address, bool], Glue] = {}
+    """Return what made the arguments of calls, as far as the tape knows it; nothing for what came in, or was written to since.
+
+    They are taken from the tape together: where a model is called part by part, each is made of those before it.
+    """
+    found: dict[tuple[Address, bool], Value] = {}
     for call in calls:
         for tensor, version in zip(tensors_in([call.args, call.kwargs]), call.versions, strict=False):
             value = tape.computed(tensor) if tensor.is_floating_point() and version_of(tensor) == version else None
-            if value is None:
-                continue
-            if (glue := _made(tape, value, place_of(tensor))) is not None:
-                found[glue.place, value.diff] = glue
-    return tuple(found.values())
+            if value is not None:
+                found[place_of(tensor), value.diff] = value
+    program, tensors = tape.together(found.values())
+    if tensor_bytes(tensors) > KEPT_BYTES:
+        alone = (_made(tape, value, place) for (place, _), value in found.items())
+        return tuple(one for one in alone if one is not None)
+    between = Between(program, tensors, tape.places(tensors))
+    return tuple(Glue(place, between, value.id, diff) for (place, diff), value in found.items() if between.has(value.id))
 
 
 def glue_within(tape: Tape, tensors: Iterable[Tensor]) -> dict[Address, Glue]:
@@ -108,7 +173,7 @@ def behind(tape: Tape, call: Opaque, depth: int = 0) -> Behind:
         if glue is None and one in held:
             content, origin = held[one].content, "cut" if held[one].computed else "data"
             program = Program((Leaf(one, None, origin, False),), (), one)
-            glue = Glue(place_of(content), program, {one: content}, {one: place_of(content)}, False)
+            glue = Glue(place_of(content), Between(program, {one: content}, {one: place_of(content)}), one, False)
         whole &= glue is not None
         given += [] if glue is None else [glue]
         for leaf in () if glue is None or depth == DEEP else glue.program.leaves:
@@ -131,7 +196,7 @@ def opened(tape: Tape, value: Value) -> tuple[Program, dict[int, Tensor]]:
         looked.add(leaf)
         within = tape.storages.within(tensors[leaf], leaf)
         with contextlib.suppress(LookupError):
-            part, own = tape.program(within) if within is not None else (EMPTY, {})
+            part, own = tape.program(within) if within is not None else (NOTHING, {})
             if part.calls:
                 program = _as_made(join([leading(part, leaf), program]).slice())
                 tensors = {one.id: {**tensors, **own}[one.id] for one in program.leaves}
@@ -143,12 +208,10 @@ def _as_made(program: Program) -> Program:
     return replace(program, calls=tuple(sorted(program.calls, key=lambda call: min(out for out in call.outs if out is not None))))
 
 
-EMPTY = Program((), (), -1)
-
-
 def _made(tape: Tape, value: Value, place: Address) -> Glue | None:
     try:
         program, tensors = tape.program(value)
     except LookupError:
         return None
-    return Glue(place, program, tensors, tape.places(tensors), value.diff) if tensor_bytes(tensors) <= KEPT_BYTES else None
+    held = tensor_bytes(tensors) <= KEPT_BYTES
+    return Glue(place, Between(program, tensors, tape.places(tensors)), value.id, value.diff) if held else None

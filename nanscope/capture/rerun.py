@@ -22,7 +22,7 @@ from nanscope.capture.alone import NotIsolated
 from nanscope.capture.copies import Copies, cloned, lent, mended
 from nanscope.capture.custom import is_custom
 from nanscope.capture.follow import FINE, Follower, LeftBehind, Made, MadeBackward, kinds_of, made_backward, part_of
-from nanscope.capture.glue import Glue, opened
+from nanscope.capture.glue import Glue, betweens, opened
 from nanscope.capture.hooks import Hook, hooks_of, hooks_of_module
 from nanscope.capture.mode import TapeMode
 from nanscope.capture.modules import (
@@ -145,7 +145,7 @@ class Reruns:
         floating = {value: tensor for value, tensor in tensors.items() if tensor.is_floating_point()}
         wanted, current = self._wanted(floating), {address(tensor): value for value, tensor in floating.items()}
         left = self._left_behind(program, tensors)
-        offset = max(known.new_id() for known in (program, *(glue.program for glue in self.glue)))
+        offset = max(known.new_id() for known in (program, *(one.program for one in betweens(self.glue))))
         for call in reversed(self.calls):  # the last call first: what it reads may be what an earlier one made
             values = [*left, *(value for place in call.outputs for value in wanted.get(place, ()))]
             if call.args is None or not values or not (call.grad or any(kinds_of(leaves[value]) for value in values)):
@@ -177,7 +177,7 @@ class Reruns:
                     if glue is not None and leaf.origin != "parameter" and leaf.id not in outputs:
                         between[leaf.id] = glue
                         if own[leaf.id].stride() == original.stride():
-                            mapping[leaf.id] = glue.program.output
+                            mapping[leaf.id] = glue.value
                         continue
                     if known is not None and leaf.origin != "parameter" and leaf.id not in outputs:
                         mapping[leaf.id] = known

@@ -19,6 +19,7 @@ from nanscope.program.perform import makes_floats
 from nanscope.program.program import Program
 from nanscope.roles import last_word
 
+NOTHING = Program((), (), -1)
 _NUMBER = re.compile(r"-?[0-9.]+(e-?[0-9]+)?")
 
 
@@ -72,15 +73,27 @@ class Slicing:
 
         Raises LookupError if the output itself was not kept and cannot be recomputed.
         """
+        return self._sliced([output.id], tags)
+
+    def together(self, outputs: Sequence[Value], tags: dict[str, int]) -> tuple[Program, dict[int, Tensor]]:
+        """Return the same of several, but for those that were not kept and cannot be recomputed; its output is the last of them."""
+        wanted = [one.id for one in outputs if self._is_made(one.id) or is_intact(one)]
+        return self._sliced(wanted, tags) if wanted else (NOTHING, {})
+
+    def _is_made(self, value: int) -> bool:
+        index = self._values.made_by.get(value)
+        return index is not None and self._reachable(index)
+
+    def _sliced(self, wanted: list[int], tags: dict[str, int]) -> tuple[Program, dict[int, Tensor]]:
         names = {value_id: name for name, value_id in tags.items()}
-        order, sites = self._needed(output.id), _Sites()
+        order, sites = self._needed(wanted), _Sites()
         calls: list[Call] = []
         for index in order:
             entry = self._log.entries[index]
             site = sites.of(entry, next((names[out] for out in entry.outs if out in names), None) if names else None)
             calls.append(Call(entry.op, entry.args, self._settled(entry), entry.outs, site, entry.grad, entry.module))
         made = {out for call in calls for out in call.outs if out is not None}
-        readers: dict[int, list[Call]] = {output.id: []}
+        readers: dict[int, list[Call]] = {value_id: [] for value_id in wanted}
         for index, call in zip(order, calls, strict=True):
             for value_id in set(self._log.entries[index].reads()):
                 readers.setdefault(value_id, []).append(call)
@@ -100,17 +113,17 @@ class Slicing:
                     name = last_word(given)  # a weight of no model is called what the code calls it
             leaves.append(replace(leaf, name=name, site=sites.at(*value.place)))
             tensors[value_id] = value.tensor
-        return Program(tuple(leaves), tuple(calls), output.id, tuple(sites.sites)), tensors
+        return Program(tuple(leaves), tuple(calls), wanted[-1], tuple(sites.sites)), tensors
 
     def forget(self) -> None:
         """Tensors were let go of: what could be made again may be lost."""
         self._cache = (-1, {})
 
-    def _needed(self, output: int) -> list[int]:
-        """The calls that make a value, in order, as far as they can be made again."""
+    def _needed(self, outputs: Sequence[int]) -> list[int]:
+        """The calls that make some values, in order, as far as they can be made again."""
         needed: set[int] = set()
         chosen: set[int] = set()
-        stack = [output]
+        stack = list(outputs)
         while stack:
             value_id = stack.pop()
             if value_id in needed:

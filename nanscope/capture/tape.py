@@ -502,6 +502,11 @@ class Tape:
         self.settle()
         return self._slicing.program(output, self.tags)
 
+    def together(self, outputs: Iterable[Value]) -> Part:
+        """Return the same of several, but for those of which it would raise; its output is the last of them."""
+        self.settle()
+        return self._slicing.together(list(outputs), self.tags)
+
     def behind(self, leaves: Iterable[Leaf]) -> dict[int, Part]:
         """Return what was differentiated for gradients that the trainer's code took itself. leaves: of a program that read them."""
         read = ((leaf.id, self.differentiated.read.get(leaf.id)) for leaf in leaves)

@@ -18,7 +18,7 @@ from nanscope.capture.alone import NotIsolated, alone
 from nanscope.capture.custom import Backward
 from nanscope.capture.differentiated import Part
 from nanscope.capture.follow import Made, kinds_of
-from nanscope.capture.glue import Behind
+from nanscope.capture.glue import Behind, betweens
 from nanscope.capture.modules import ModuleWatch, place_of, tensors_in
 from nanscope.capture.recomputing import is_checkpoint
 from nanscope.capture.rerun import Apart, Reruns
@@ -130,12 +130,12 @@ def swallowed_look(recording: Recording, budget: int, watch: ModuleWatch) -> Loo
 def reruns_of(recording: Recording, watch: ModuleWatch, budget: int) -> Reruns:
     """Return the calls of models that a loss may have come of, to be made again. budget: bytes of tensors that are copied, and recorded."""
     glue = recording.all_glue()
-    places = {**recording.places, **{value: place for one in glue for value, place in one.places.items()}}
+    places = {**recording.places, **{value: place for one in betweens(glue) for value, place in one.places.items()}}
     reruns = Reruns(recording.all_calls(), watch, budget, places, glue)
     if all(call.told for call in reruns.calls):
         return reruns
     given = (tensor for call in reruns.calls for tensor in tensors_in([call.args, call.kwargs]))
-    loose = [*recording.tensors.values(), *(tensor for one in glue for tensor in one.tensors.values()), *given]
+    loose = [*recording.tensors.values(), *(tensor for one in betweens(glue) for tensor in one.tensors.values()), *given]
     loose = [tensor for tensor in loose if tensor.is_floating_point() and not isinstance(tensor, nn.Parameter)]
     try:
         return reruns.found(loose)
@@ -597,7 +597,7 @@ def _through(behind: Behind, origin: Element, tensor: Tensor) -> Look | None:
     code, lasti = behind.call.place
     site = None if code is None else site_of(code, lasti)
     for glue in behind.given:
-        own = glue.program.leaf(glue.program.output)
+        own = glue.program.leaf(glue.value)
         if own is not None and (flat := first_nonfinite(glue.tensors[own.id])) is not None:
             if own.id in behind.deeper:
                 return _through(behind.deeper[own.id], replace(origin, flat=flat, variable=None), glue.tensors[own.id])

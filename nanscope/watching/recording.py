@@ -19,7 +19,7 @@ from nanscope.capture.entries import Taken
 from nanscope.capture.failsafe import Failsafe
 from nanscope.capture.feeding import feeding
 from nanscope.capture.gauge import Gauged
-from nanscope.capture.glue import Behind, Glue, behind, glue_before, glue_within, with_gradients
+from nanscope.capture.glue import Behind, Between, Glue, behind, betweens, glue_before, glue_within, with_gradients
 from nanscope.capture.hooks import Hook, hooks_of
 from nanscope.capture.modules import Address, ModuleCall, place_of, tensors_in
 from nanscope.capture.parts import Parts
@@ -199,10 +199,11 @@ class Recording:
     def look_between(self, tape: Tape) -> None:
         """Take from the tape what lies between the models, and note the hooks on the tensors of the loss."""
         self.glue = glue_before(tape, self.all_calls())
-        programs = [*([] if self.program is None else [self.program]), *(glue.program for glue in self.glue)]
+        parts = betweens(self.glue)
+        programs = [*([] if self.program is None else [self.program]), *(part.program for part in parts)]
         values = (out for program in programs for call in program.calls for out in call.outs if out is not None)
         held = {value: tensor for value in values if (tensor := tape.tensor(value)) is not None}
-        held |= {value: tensor for own in (*(glue.tensors for glue in self.glue), self.tensors) for value, tensor in own.items()}
+        held |= {value: tensor for own in (*(part.tensors for part in parts), self.tensors) for value, tensor in own.items()}
         self.others = {value: found for value, tensor in held.items() if (found := hooks_of(tensor))}
         self.behind = tape.behind(self.program.leaves) if self.program is not None else {}
         self.tape = tape
@@ -235,7 +236,7 @@ class Recording:
 
     def _begun(self) -> Iterator[Tensor]:
         """What a gradient begins at that is no weight: an attack on a model has computed it, out of earlier gradients."""
-        parts = [(glue.program, glue.tensors) for glue in self.glue]
+        parts = [(between.program, between.tensors) for between in betweens(self.glue)]
         parts += [] if self.program is None else [(self.program, self.tensors)]
         for program, tensors in parts:
             yield from (tensors[leaf.id] for leaf in program.leaves if leaf.origin == "data" and leaf.diff)
@@ -267,6 +268,8 @@ class Recording:
         return (*map(self._gone_on, self.glue), *(one for one in begun if not bool(is_finite(given[one.place]))))
 
     def _gone_on(self, glue: Glue) -> Glue:
+        if self.made_within.keys().isdisjoint(glue.between.places.values()):
+            return glue
         data = [leaf.id for leaf in glue.program.leaves if leaf.origin == "data" and leaf.diff and glue.places[leaf.id] in self.made_within]
         bad = [leaf for leaf in data if glue.is_whole() and not bool(is_finite(glue.tensors[leaf]))]
         for leaf in bad:
@@ -275,7 +278,7 @@ class Recording:
                 program = join([within.leading_to(leaf), glue.program]).slice()
                 held = {**within.tensors, **glue.tensors}
                 tensors = {one.id: held[one.id] for one in program.leaves}
-                glue = replace(glue, program=program, tensors=tensors, places={**within.places, **glue.places})
+                glue = replace(glue, between=Between(program, tensors, {**within.places, **glue.places}))
         return glue
 
     def watch(self, failsafe: Failsafe, account: Balance, parts: Parts | None = None) -> None:
@@ -314,7 +317,9 @@ class Recording:
 
     def _hold_between(self) -> None:
         """Take on account what lies between the models; what has no room is let go of."""
-        self.glue = tuple(glue for glue in self.glue if self._holds(*glue.tensors.values()))
+        whole = {id(one) for one in betweens(self.glue) if self._holds(*one.tensors.values())}
+        alone = (glue if id(glue.between) in whole else glue.apart() for glue in self.glue)
+        self.glue = tuple(glue for glue in alone if id(glue.between) in whole or self._holds(*glue.tensors.values()))
         self.behind = {leaf: part for leaf, part in self.behind.items() if self._holds(*part[1].values())}
         held = self.opaque.items()
         self.opaque = {leaf: one for leaf, one in held if self._holds(*(t for glue in one.given for t in glue.tensors.values()))}
@@ -345,7 +350,7 @@ class Recording:
         if self.unwritten is not None:
             read = [*self.unwritten.been.values(), *given]
         else:
-            read = [*self.tensors.values(), *given, *(tensor for glue in self.glue for tensor in glue.tensors.values())]
+            read = [*self.tensors.values(), *given, *(tensor for one in betweens(self.glue) for tensor in one.tensors.values())]
         others = [one for one in read if not isinstance(one, nn.Parameter)]
         return [one for one in others if is_plain(one) and one.requires_grad and one.is_leaf]
 
@@ -357,7 +362,7 @@ class Recording:
                 given = {place_of(tensor) for tensor in tensors_in([call.args, call.kwargs])}
                 between = [glue for glue in self.glue if glue.place in given]
                 found |= given.union(*(glue.places.values() for glue in between))
-                values += [glue.program.output for glue in between]
+                values += [glue.value for glue in between]
         return found, values
 
     def close(self) -> None:
