@@ -48,6 +48,7 @@ class Called:
     def __init__(self, program: Program, uses: Uses) -> None:
         self.program, self.uses = program, uses
         self._rows = [site_in(site.file, site.function) for site in program.sites]
+        self._begun: dict[int, tuple[int, bool]] = {}
         self._named: dict[int, Role | None] = {}  # a walk asks for the same value again and again
 
     def named(self, value: int) -> Role | None:
@@ -137,13 +138,25 @@ class Called:
 
     def _written_to(self, value: int) -> str | None:
         """What the code calls a tensor of which it has set an element: `scan[3, 7] = x` gives it no other name."""
+        begun, wrote = self._before_writes(value)
+        return self.name(begun) if wrote else None
+
+    def _before_writes(self, value: int) -> tuple[int, bool]:
+        """The value that a line has begun with which sets elements again and again, and whether it does. Of a long one each is
+        asked for."""
+        way, end = list[tuple[int, bool]](), (value, False)
         made = self.program.maker(value)
-        site, wrote = None if made is None else made.site, False
+        site = None if made is None else made.site
         while made is not None and made.site == site and made.name in WRITES | COPIES:
-            wrote = wrote or made.name in SETS
-            value = next(made.inputs(), -1)  # a file may hold a copy of nothing
-            made = self.program.maker(value)
-        return self.name(value) if wrote else None
+            if (known := self._begun.get(end[0])) is not None:
+                end = known
+                break
+            way.append((end[0], made.name in SETS))
+            end = next(made.inputs(), -1), False  # a file may hold a copy of nothing
+            made = self.program.maker(end[0])
+        for one, sets in reversed(way):
+            end = self._begun[one] = end[0], end[1] or sets
+        return end
 
     def _copied_as(self, value: int) -> str | None:
         """What an unnamed leaf is called further on, where it was only copied on its way: `batch.old_logps`, made by `torch.tensor`."""
