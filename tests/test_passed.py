@@ -769,7 +769,33 @@ def test_what_a_call_has_refused_is_told_although_the_loop_catches_it(tmp_path: 
     (incident,) = scope.verdict.incidents
     assert (incident.step, incident.origin.op, incident.origin.variable) == (3, "div", "cooled"), incident
     assert any(note.slug == "call_refused" and "RuntimeError" in note.text for note in incident.notes), incident.notes
-    assert scope.verdict.status != Status.HEALTHY
+    assert scope.verdict.status != Status.HEALTHY and scope.steps == (4 if goes_on else 3)
+
+
+REFUSALS: dict[str, Callable[[Tensor], Tensor]] = {
+    "multinomial": lambda p: torch.multinomial(p.softmax(-1), 1),
+    "bernoulli": lambda p: torch.bernoulli(p.sigmoid()),
+    "cholesky": lambda p: torch.linalg.cholesky(p.T @ p + torch.eye(4)),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_step_that_goes_on_with_something_else_is_counted_once(tmp_path: Path, name: str) -> None:
+    """Where the loop has another number in the place of what could not be had, the step is that of the loss which it goes on to."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with nanscope.watch(out=tmp_path) as scope:
+        for step in range(1, 6):
+            with torch.no_grad():
+                scaled = torch.randn(6, 4) * (step != 2) / (step != 2)
+                with contextlib.suppress(RuntimeError):
+                    REFUSALS[name](scaled)
+            loss = model(torch.randn(6, 4)).square().mean()
+            optimizer.zero_grad()
+            (torch.log(loss * 0) if step == 4 else loss).backward()
+            optimizer.step()
+    told = [(incident.step, incident.origin.op, incident.origin.variable) for incident in scope.verdict.incidents]
+    assert scope.steps == 5 and told[:2] == [(2, "div", "scaled"), (4, "log", None)], told
 
 
 def test_what_a_call_refuses_that_is_finite_is_none_of_ours(tmp_path: Path) -> None:

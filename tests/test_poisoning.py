@@ -245,6 +245,42 @@ def test_a_weight_that_came_bad_was_written_by_no_update_and_the_step_that_dies_
     assert "The loss is NaN" in last and "into 3 weights" in last, last
 
 
+def row_by_hand(weight: Tensor) -> None:
+    weight[0] /= 0
+
+
+def row_of_data(weight: Tensor) -> None:
+    weight.data[0].fill_(math.inf)
+
+
+def rows_copied(weight: Tensor) -> None:
+    weight[:1].copy_(torch.full((1, 4), NAN))
+
+
+@pytest.mark.parametrize("optimize", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("write", [row_by_hand, row_of_data, rows_copied])
+def test_a_row_that_the_loop_spoils_and_no_loss_reads_is_not_the_optimizers(
+    tmp_path: Path, write: Callable[[Tensor], None], optimize: Callable[..., torch.optim.Optimizer]
+) -> None:
+    """The row of a token that comes later: an update keeps what the loop has written there, each step begins with it, and one dies of it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 2))
+    optimizer = optimize(model.parameters(), lr=0.1)
+    with nanscope.watch(out=tmp_path) as scope:
+        for number in range(1, 13):
+            optimizer.zero_grad()
+            model(torch.tensor([1, 2, 3, 0 if number == 9 else 4])).square().mean().backward()
+            optimizer.step()
+            if number == 3:
+                with torch.no_grad():
+                    write(model[0].weight)
+    told = [(incident.step, incident.phase, incident.consequence_of) for incident in scope.verdict.incidents]
+    assert told == [(4, "weights", None), (5, "weights", 4), (9, "weights", 4)], told
+    first, *others = (incident.sentence for incident in scope.verdict.incidents)
+    assert "wrote it there, test_poisoning.py:" in first and "it was finite in step 3" in first, first
+    assert all("before the step, as in step 4" in one for one in others) and "The loss is" in others[-1], others
+
+
 def test_the_second_micro_batch_of_a_step_does_not_follow_from_its_update(tmp_path: Path) -> None:
     """A weight that somebody made NaN spoils both: the step's update comes after them, and what follows from it is the next step."""
     model = nn.Linear(2, 2)

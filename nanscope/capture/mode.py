@@ -143,7 +143,7 @@ class TapeMode(Mode):
         try:
             result = self._called(operator, func, args, kwargs) if operator.lets_in else func(*args, **kwargs)
         except Exception as error:
-            if noting is not None and self.depth is None:
+            if task in (-1, self._within) and self.depth is None and not self.sleeping:
                 self._door(crowded, self.tape.refused, args, error)
             raise
         if noting is not None:

@@ -81,8 +81,15 @@ class Storages:
             return None
         place, version = key_of(tensor, PLAIN)[:4], version_of(tensor)
         found = (value for value in self._known.relatives(memory_of(tensor)) if value.key[:4] == place)
-        there = [value.id for value in found if value.version == version or not last]
-        made = max((self._known.made_by[value] for value in self._computed(there)), default=-1)
+        return self._made_at([value.id for value in found if value.version == version or not last], since)
+
+    def written_within(self, tensor: Tensor, since: int = 0) -> Site | None:
+        """Return where something was written to the memory of a tensor last, or to a part of that, whoever has written to it unseen since;
+        None as above."""
+        return self._made_at([value.id for value in self._known.relatives(memory_of(tensor))], since) if is_plain(tensor) else None
+
+    def _made_at(self, values: Iterable[int], since: int) -> Site | None:
+        made = max((self._known.made_by[value] for value in self._computed(values)), default=-1)
         entry = self._log.entries.get(made) if made >= since else None
         return None if entry is None or entry.code is None else site_of(entry.code, entry.lasti)
 

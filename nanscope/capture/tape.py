@@ -431,6 +431,12 @@ class Tape:
         known = self.known.by_id.get(value)
         return known.tensor if known is not None else None
 
+    def read_for(self, tensor: Tensor) -> list[Tensor]:
+        """Return what the call has read that made a tensor, as far as that is held."""
+        value = self.find(tensor)
+        entry = None if value is None else self.entries.get(self.known.made_by.get(value.id, -1))
+        return [held for one in (entry.reads() if entry is not None else ()) if (held := self.tensor(one)) is not None]
+
     @property
     def values(self) -> dict[int, Value]:
         """What is known of values, by id."""

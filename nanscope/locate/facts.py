@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Container
 from pathlib import Path
 
 import torch
@@ -251,7 +252,7 @@ def extent_of(bad: Tensor, index: tuple[int, ...]) -> str:
 
 def _summed(trace: Trace, value: int) -> set[str]:
     """The operators that a value was made by, but for sums that add up nothing, or the numbers of what a distribution has drawn."""
-    made_by = _makers(trace.program, value)
+    made_by = _makers(trace.program, value, trace.names.counted)
     return {call.name for call in made_by if call.name not in SEQUENCE_SUMS or not _is_of_one(trace, call)}
 
 
@@ -281,14 +282,15 @@ def _ancestors(program: Program, value: int) -> set[str]:
     return {call.name for call in _makers(program, value)}
 
 
-def _makers(program: Program, value: int) -> list[Call]:
-    """The calls that a value was made by, those of as many calls back together: each is gone back from once, however many read it."""
+def _makers(program: Program, value: int, counted: Container[int] = ()) -> list[Call]:
+    """The calls that a value was made by, those of as many calls back together: each is gone back from once, however many read it.
+    counted: values that are not gone back from: an index says which element it is, and not what."""
     found: list[Call] = []
     values = {value}
     for _ in range(NEAR):
         calls = [call for one in sorted(values) if (call := program.maker(one)) is not None]
         found += calls
-        values = {read for call in calls for read in call.inputs()}
+        values = {read for call in calls for read in call.inputs() if read not in counted}
     return found
 
 

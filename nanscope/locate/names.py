@@ -23,7 +23,7 @@ class Names:
     """
 
     def __init__(self, program: Program, counted: Container[int] = ()) -> None:
-        self.program, self._counted = program, counted
+        self.program, self.counted = program, counted
         self._uses = Uses(program)
         self._called = Called(program, self._uses)
         self._computed = Computed(self._called, self._uses)
@@ -56,7 +56,7 @@ class Names:
         The surest witness speaks first: a name; what was noted where the program was cut; the computation; who reads it; and last what
         stands around it in the source, which may be about something else. None of them makes a log-probability of an integer.
         """
-        return fitting(self._told(value, via), value not in self._counted)
+        return fitting(self._told(value, via), value not in self.counted)
 
     def _told(self, value: int, via: int | None) -> Role | None:
         named, made = self.named(value), self.program.maker(value)

@@ -212,7 +212,7 @@ class Past:
 
     fine_at: the last step in which it was seen to be finite, None if it never was. by, file, line: the code of the training that has
     written to it since. unwritten: nobody had written to its memory when it was first seen. found: when it was found, "" in a step that
-    began with it. came: it was bad when it was first seen.
+    began with it. came: it was bad when it was first seen, or was told to be before.
     """
 
     fine_at: int | None = None

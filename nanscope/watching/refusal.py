@@ -38,7 +38,8 @@ from nanscope.watching.recording import Recording
 
 _OF_NUMBERS = re.compile(
     r"\b(nans?|infs?|infinite|infinity|(non-?)?finite|invalid values?|between 0 and 1|converged?|singular|positive[- ]definite)\b"
-    r"|index -92233720368547\d+",  # what NaN becomes as a whole number, or a little more
+    r"|index -92233720368547\d+"  # what NaN becomes as a whole number, or a little more
+    r"|\bp_in\b",  # of bernoulli, which NaN is not between 0 and 1
     re.I,
 )
 FRAMES = 64  # that are looked at, the innermost
@@ -67,11 +68,16 @@ def refused_by(examiner: Examiner, error: BaseException) -> Hit | None:
 
 def refused_by_call(examiner: Examiner, args: tuple[object, ...], error: Exception, place: Place) -> Hit | None:
     """Return what a call refuses that raises, None if it says nothing of numbers, or was given no NaN. place: where in the trainer's
-    code."""
+    code.
+
+    A factorisation is asked about by what it has returned with its factors: whether it could be done.
+    """
     code, lasti = place
     if code is None or not _speaks_of_numbers(error):
         return None
-    met = [Refusal("", tensor, code, lasti, False) for tensor in tensors_in(args) if _holds_nan(tensor)]
+    given = list(tensors_in(args))
+    given += [tensor for one in given if not one.is_floating_point() for tensor in examiner.tape.read_for(one)]
+    met = [Refusal("", tensor, code, lasti, False) for tensor in given if _holds_nan(tensor)]
     return _hit(examiner, met, ("call_refused", f"the call raised, and the code caught it: {_said(error)}"))
 
 

@@ -66,6 +66,7 @@ class Remains:
         self._came: dict[int, AsItCame] = {}  # weights by identity
         self._fine: list[tuple[int, SoFar, frozenset[int]]] = []  # the last step after which these were finite, and calls until then
         self._writers: dict[int, Site | None] = {}  # weight → where it was written to since
+        self._told: dict[int, weakref.ref[Tensor]] = {}  # weights that were told to be bad before a step, and are since
         self._buffers_fine: tuple[int | None, SoFar] = (None, NONE)  # as `_fine`, of all buffers
         self._met: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # buffer → was it finite when its model was called first?
         self._met_at: dict[int, int] = {}  # and calls until then
@@ -150,8 +151,14 @@ class Remains:
 
     def was_fine(self, weight: Tensor) -> bool:
         """Is a weight known to have been finite, and was nobody but an optimizer seen to write to it since?"""
-        known = self._last_fine(weight)[0] is not None or self._came_finite(weight)
-        return known and self._writers.get(id(weight)) is None
+        step, calls = self._last_fine(weight)
+        known = step is not None or self._came_finite(weight)
+        spoilt = self._is_told(weight) or self._writers.get(id(weight)) is not None
+        return known and not spoilt and not self._tape.storages.was_written(weight, calls)
+
+    def _is_told(self, weight: Tensor) -> bool:
+        told = self._told.get(id(weight))
+        return told is not None and told() is weight
 
     def learn(self, other: Remains) -> None:
         """Know of the weights what was known of them in another thread. Who wrote to them there, its own tape knows."""
@@ -165,7 +172,7 @@ class Remains:
 
     def let_go(self) -> None:
         """Refer to no weight and no buffer any more: since when each was finite is not known from here on."""
-        self._came, self._met = {}, {}
+        self._came, self._met, self._told = {}, {}, {}
 
     def fine(self, step: int, weights: Iterable[Tensor]) -> None:
         """After the update of a step these were finite."""
@@ -173,6 +180,7 @@ class Remains:
         others = [known for known in self._fine if these.isdisjoint(known[2])]
         self._fine = [*others[-MOST:], (step, self._tape.mark(), these)]
         self._writers = {weight: site for weight, site in self._writers.items() if weight not in these}
+        self._told = {weight: one for weight, one in self._told.items() if weight not in these}
 
     def updated(self) -> list[Tensor]:
         """Return what is trained: by optimizers, where some were seen, or else by the loop itself."""
@@ -211,8 +219,11 @@ class Remains:
         known_fine, calls = self._last_fine(weight)
         fine_at = came.fine_at if known_fine is None else known_fine
         site = self._writers.get(id(weight)) or self._written_at(weight, calls)
+        site = site or self._tape.storages.written_within(weight, calls)  # an update came after that, which is not to blame
         past = Past(fine_at, site.expression if site else "", site.file if site else None, site.line if site else None, came.unwritten)
-        past = replace(past, found=seen.past.found, came=known is not None and fine_at is None)
+        past = replace(past, found=seen.past.found, came=self._is_told(weight) or (known is not None and fine_at is None))
+        if not past.found:
+            self._told[id(weight)] = weakref.ref(weight)
         observation = replace(snapshot.observation, past=past)
         return replace(snapshot, observation=observation, found=replace(seen, past=past))
 

@@ -134,7 +134,6 @@ class Step(Relay):
             self._failsafe("cruise", self._cruise.recognise, roots[0])
         self._familiar = found = self._cruise.take()
         self._failsafe("step-ends", self._look_whether_it_was_dropped)
-        self._failsafe("refused", self._keep_caught)
         if found is None:
             self._failsafe("tape", self._tape.settle)
         sliced = [] if self._tape.broken or found is not None else [self._sliced(root) for root in roots]
@@ -146,6 +145,7 @@ class Step(Relay):
         if self._course.closed:
             self._open()
         self.counts.begin()
+        self._failsafe("refused", self._keep_caught)
         self._course.took.clear()
         if found is not None:
             recording = self._recognised(found, calls, frozen)
@@ -440,7 +440,7 @@ class Step(Relay):
         self._failsafe("passed-over", self._keep_passed_over, [], bool(raised), True)
         if error is not None and not self._course.bad:
             self._failsafe("passed-over", self._keep_refused, error)
-        self._failsafe("refused", self._keep_caught, error)
+        self._failsafe("refused", self._keep_caught, error, True)
         self._logbook.held(self._tape.account.peak)
         if not self._course.closed and self._recordings.made:
             for recording in self._waiting():
@@ -572,11 +572,17 @@ class Step(Relay):
             self._keep_undifferentiated(hit, False, True)
             self._keeper.stop_if_asked()
 
-    def _keep_caught(self, error: BaseException | None = None) -> None:
-        """The loop has gone on after a call that raised. error: what ends the block all the same."""
+    def _keep_caught(self, error: BaseException | None = None, last: bool = False) -> None:
+        """The loop has gone on after a call that raised, and that is of the step which it begins. last: it begins none. error: what ends
+        the block all the same."""
         caught, self._caught = self._caught, None
-        if caught is not None and (error is None or str(error) != caught[0]):
+        if caught is None or (error is not None and str(error) == caught[0]):
+            return
+        if last:
             self._keep_undifferentiated(caught[1], False, True)
+        else:
+            caught[1].recording.micro_batch = self.counts.micro_batch
+            self._keeper.keep(caught[1])
 
     def _keep_undifferentiated(self, hit: Hit, joins: bool, refused: bool, counted: bool = True) -> None:
         """counted: it is a micro-batch of its own."""

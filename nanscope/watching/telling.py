@@ -59,8 +59,8 @@ class Teller:
         if site in self._more:
             self._count(site)
             return
-        place = line_in(seen.origin.file, seen.origin.line) if seen.origin.file else f"step {snapshot.step}"
-        self._more[site] = (f"like that at {place}", 0, 0)
+        place = f"at {line_in(seen.origin.file, seen.origin.line)}" if seen.origin.file else f"of step {snapshot.step}"
+        self._more[site] = (f"like that {place}", 0, 0)
         step = f"{snapshot.place} on {self.process}" if self.process else snapshot.place
         if snapshot.consequence_of is not None:
             what_next = f"the weights are non-finite since step {snapshot.consequence_of}; what follows from it is counted"
