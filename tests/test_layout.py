@@ -9,7 +9,7 @@ import torch
 from recorded import record
 from torch import Tensor
 
-from nanscope.verdict.layout import Layout, layout_of
+from nanscope.locate.layout import Layout, layout_of
 
 B, T, D = 6, 4, 3
 

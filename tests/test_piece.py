@@ -11,8 +11,8 @@ from recorded import record
 from torch import Tensor, nn
 
 import nanscope
+from nanscope.locate.layout import Layout, layout_of
 from nanscope.locate.piece import row_and_token
-from nanscope.verdict.layout import Layout, layout_of
 
 B, T = 4, 6
 ROW, TOKEN = 1, 5
@@ -65,6 +65,35 @@ def shifted(lp: Tensor, old: Tensor, mask: Tensor) -> Tensor:
     return (torch.exp(lp[:, 1:] - old[:, 1:]) * mask[:, 1:]).sum()
 
 
+def pieces_of_what_was_computed(lp: Tensor, old: Tensor, mask: Tensor) -> Tensor:
+    return torch.cat([torch.exp(part) for part in (lp - old).split(2)]).sum() + mask.sum()
+
+
+def rows_in_another_order(lp: Tensor, old: Tensor, mask: Tensor) -> Tensor:
+    return torch.exp((lp - old)[torch.tensor([3, 1, 0, 2]).flip(0)]).sum() + mask.sum()
+
+
+def rows_by_a_mask(lp: Tensor, old: Tensor, mask: Tensor) -> Tensor:
+    return torch.exp((lp - old)[torch.tensor([False, True, False, True])]).sum() + mask.sum()
+
+
+def put_together_otherwise(lp: Tensor, old: Tensor, mask: Tensor) -> Tensor:
+    return torch.exp(torch.stack([*(lp - old).unbind(0)][::-1])).sum() + mask.sum()
+
+
+def in_a_pile(lp: Tensor, old: Tensor, mask: Tensor) -> Tensor:
+    return torch.stack([torch.exp(part).sum() for part in (lp - old).view(2, 2, T).unbind(0)]).sum() + mask.sum()
+
+
+def a_mini_batch(lp: Tensor, old: Tensor, mask: Tensor) -> Tensor:
+    return torch.exp(lp - old[torch.tensor([0, 1, 2, 3])]).sum() + mask.sum()
+
+
+def made_in_parts(lp: Tensor, old: Tensor, mask: Tensor) -> Tensor:
+    order = torch.tensor([1, 3, 0, 2])
+    return torch.exp(torch.cat([part - 0.0 for part in lp.split(2)])[order] - old[order]).sum() + mask.sum()
+
+
 def turned_and_never_masked(lp: Tensor, old: Tensor, mask: Tensor) -> Tensor:
     return torch.exp((lp - old).flip(1)).flip(1).sum() + mask.sum()
 
@@ -74,9 +103,11 @@ PLACES: list[tuple[Callable[..., Tensor], tuple[int, ...] | None]] = [
         (loss, (ROW, TOKEN))
         for loss in (split, chunks_of_rows, slices, row_by_row, reversed_in_time, time_major, put_together, in_one_line)
     ),
+    *((loss, (ROW, TOKEN)) for loss in (pieces_of_what_was_computed, rows_in_another_order, rows_by_a_mask, put_together_otherwise)),
+    *((loss, (ROW, TOKEN)) for loss in (in_a_pile, turned_and_never_masked, made_in_parts)),
     (as_it_lies, None),
     (shifted, None),  # the batch begins there
-    (turned_and_never_masked, ()),
+    (a_mini_batch, None),  # what the policy was given is the batch
 ]
 
 
@@ -85,7 +116,7 @@ PLACES: list[tuple[Callable[..., Tensor], tuple[int, ...] | None]] = [
 def test_a_piece_of_a_batch_is_told_by_the_mask_that_it_meets(
     loss: Callable[..., Tensor], place: tuple[int, ...] | None, masked: bool
 ) -> None:
-    """Whether that lets the token count or not; what is moved and meets none is no token that anybody knows."""
+    """Whether that lets the token count or not; where there is none, by what was cut."""
     lp = torch.randn(B, T, requires_grad=True)
     old, mask = lp.detach().clone(), torch.ones(B, T)
     old[ROW, TOKEN], mask[ROW, TOKEN] = -150.0, 0.0 if masked and loss is not chunks_of_rows else 1.0

@@ -12,6 +12,7 @@ from pages import POLICY, Page, checked, odd
 from verdicts import KINDS, NASTY, hostile, incident_of, verdict_of
 
 from nanscope.causes import Cause
+from nanscope.locate.layout import Layout
 from nanscope.replay.reproduction import Reproduction
 from nanscope.report.clean import LIMITS, WHOLE
 from nanscope.report.headline import lead_and_rest
@@ -22,7 +23,6 @@ from nanscope.snapshot.coverage import Gap
 from nanscope.snapshot.history import Entry
 from nanscope.snapshot.observation import Link, Row
 from nanscope.verdict.incident import Fix, Incident, Note, Picture, Verdict
-from nanscope.verdict.layout import Layout
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -12,10 +12,10 @@ import torch
 from recorded import record
 from torch import Tensor
 
+from nanscope.locate.layout import Layout
 from nanscope.replay.tries import Replay, replay
 from nanscope.roles import Role
 from nanscope.snapshot.step import Reached, Snapshot
-from nanscope.verdict.layout import Layout
 from nanscope.verdict.offending import HEIGHT, WIDTH
 from nanscope.verdict.token import Token, token_at_origin
 from nanscope.verdict.tokens import RECORDED, TILES, WINDOWS, TokenMap, Track, tokens_of

@@ -13,6 +13,7 @@ import pytest
 from matplotlib.text import Text
 from verdicts import hostile, incident_of
 
+from nanscope.locate.layout import Layout
 from nanscope.report import figure
 from nanscope.report.canvas import Canvas
 from nanscope.report.html import render_html
@@ -21,7 +22,6 @@ from nanscope.report.terminal import render_text
 from nanscope.report.tried import HEADS, NOT_RUN, Tried, distortion_words, groups_of, tried_json
 from nanscope.snapshot.observation import Row
 from nanscope.verdict.incident import Fix, Incident, Verdict
-from nanscope.verdict.layout import Layout
 
 
 def rows(incident: Incident) -> list[Tried]:

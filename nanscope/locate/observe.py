@@ -13,6 +13,7 @@ from torch import Tensor
 from nanscope.locate.blame import blame_of
 from nanscope.locate.drops import Drop
 from nanscope.locate.facts import facts_of
+from nanscope.locate.layout import Layout, layout_of
 from nanscope.locate.names import Names
 from nanscope.locate.origin import NUMBER, Crossing, Element, Location
 from nanscope.locate.piece import row_and_token
@@ -46,8 +47,13 @@ def observe(location: Location, trace: Trace) -> Observation:
 
 
 def _in_batch(origin: Element, trace: Trace) -> tuple[int, ...] | None:
-    made = None if origin.call is None else trace.program.calls[origin.call]
-    return None if made is not None and made.module else row_and_token(trace, origin.value_id, origin.flat)
+    """The row and the token of an element, as its tensor lies, or what that is a piece of; a module may make anything."""
+    made, value = None if origin.call is None else trace.program.calls[origin.call], origin.value_id
+    if made is not None and made.module:
+        return None
+    piece, (layout, _) = row_and_token(trace, value, origin.flat), layout_of(trace, value, origin.flat)
+    as_it_lies = origin.index[: {Layout.TOKENS: 2, Layout.ROWS: 1}.get(layout, 0)]
+    return as_it_lies if piece is None else piece
 
 
 def _link_words(step: Crossing) -> str:

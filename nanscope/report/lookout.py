@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nanscope.locate.layout import Layout
 from nanscope.report.clean import Limits, clean, is_finite_number, numeral
 from nanscope.report.history import Panel, Scale
 from nanscope.report.map import full_colour, is_bad, whole_count
@@ -20,7 +21,6 @@ from nanscope.snapshot.texts import legible, told
 from nanscope.text import count, listed
 from nanscope.verdict.distribution import Histogram
 from nanscope.verdict.incident import Incident
-from nanscope.verdict.layout import Layout
 from nanscope.verdict.tokens import RECORDED, Cells, TokenMap, Track, Window
 
 DIGITS = 4

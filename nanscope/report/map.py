@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nanscope.locate.layout import Layout
 from nanscope.report.clean import clean, is_finite_number, real
 from nanscope.text import count, show_index
 from nanscope.verdict.incident import Incident
-from nanscope.verdict.layout import Layout
 from nanscope.verdict.tokens import TokenMap, Track
 
 LEVELS = 5  # steps of the colour scale on each side of 0

@@ -27,7 +27,8 @@ def where_in(place: Origin, limit: int = 240) -> str:
 
 def element(place: Origin) -> str:
     """Return which element of how many: [2, 27] of [8, 512]; and which token that is, where the tensor is a piece of the batch."""
-    count = " (global index)" if place.sharded else f" = {row_token(*place.batch)}" if place.batch else ""
+    elsewhere = place.batch is not None and place.batch != place.index[: len(place.batch)]
+    count = " (global index)" if place.sharded else f" = {row_token(*place.batch)}" if place.batch and elsewhere else ""
     return f"{show_index(place.index)} of {show_index(place.shape)}{count}" if place.shape or place.index else ""
 
 

@@ -13,12 +13,12 @@ from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any
 
+from nanscope.locate.layout import Layout
 from nanscope.plain import show
 from nanscope.report.clean import LIMITS, WHOLE, Limits, clean, numeral, real
 from nanscope.snapshot.observation import FOLK, TEST, Row
 from nanscope.text import is_exact
 from nanscope.verdict.incident import Fix, Incident
-from nanscope.verdict.layout import Layout
 
 INPUT_GRADIENTS = "input gradients"  # of what comes into the loss
 UNRUN = "makes the loss finite; no gradient was run"

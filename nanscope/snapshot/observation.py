@@ -87,8 +87,8 @@ class Origin:
     means (`nanscope.roles.Role`). masked: outside the loss, None where nothing selects; masked_by: what takes it out, in words.
     operands: (name, value) of what it was made from. source: (line number, text) around the line. headroom: bits left to the end of the
     dtype, negative beyond it. limit: for an exponential, the largest exponent that its dtype can take, in nats. sharded: the rank held a
-    part of the tensor; index and shape are those in the whole. batch: row and token, where the tensor is a piece of the batch, or lies
-    otherwise; () where that is so and they are not known.
+    part of the tensor; index and shape are those in the whole. batch: row and token in the batch, also where the tensor is
+    a piece of that, or lies otherwise; the row alone of one number a row, () of what is no token, None where that is not known.
     """
 
     op: str = "unknown"

@@ -183,6 +183,9 @@ def examine(
     if seen.outside or seen.tried:  # what was tried on the whole program is known, and what is left of it may not tell
         asked = tuple(row for row in replayed.rows if row.kind == "asked") if seen.tried else replayed.rows
         replayed = replace(replayed, rows=(*(_again(row, replayed) for row in seen.tried), *asked), bench=None)
+    live, here = snapshot.found.origin, observed.origin
+    if (live.op, live.index, live.shape, live.line) == (here.op, here.index, here.shape, here.line):
+        observed = replace(observed, origin=replace(here, batch=live.batch))  # its program was whole: a file may hold less of it
     since = snapshot.consequence_of if poisoned_at is None else poisoned_at  # which the run has told the file
     return replace(observed.joined(seen), poisoned_at=since, source=source), replayed, problem
 

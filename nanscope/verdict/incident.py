@@ -7,6 +7,7 @@ from typing import Any
 
 from nanscope.causes import Cause
 from nanscope.errors import Deliberate, one_line
+from nanscope.locate.layout import Layout
 from nanscope.plain import show
 from nanscope.replay.reproduction import Reproduction
 from nanscope.shown import Shown
@@ -17,7 +18,6 @@ from nanscope.snapshot.processes import called
 from nanscope.snapshot.record import Aftermath
 from nanscope.snapshot.step import place
 from nanscope.text import count, is_spared
-from nanscope.verdict.layout import Layout
 from nanscope.verdict.sample import BatchRow
 from nanscope.verdict.standing import Ranks
 from nanscope.verdict.token import Token

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from nanscope.locate.drops import Drop
+from nanscope.locate.layout import Layout, layout_of
 from nanscope.locate.observe import operand_name
 from nanscope.locate.trace import Trace
 from nanscope.program.ops import EXPONENTIALS
 from nanscope.replay.tries import Replay
 from nanscope.roles import last_word
-from nanscope.verdict.layout import Layout, layout_of
 
 HEIGHT, WIDTH = 24, 64  # of what is cut out of it
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
+from nanscope.locate.layout import Layout
 from nanscope.locate.trace import Trace
 from nanscope.objective.advantages import group_size
 from nanscope.program.flow import dims_of, element_flow
 from nanscope.program.ops import SIZED, Flow
 from nanscope.roles import SCORES, Role
 from nanscope.text import row_token
-from nanscope.verdict.layout import Layout
 from nanscope.verdict.tokens import TokenMap
 
 BALANCED = 1e-3  # of the largest advantage of a group: their mean
@@ -51,10 +51,8 @@ def sample_of(
     tokens: TokenMap | None, trace: Trace | None, settings: Mapping[str, Any], batch: tuple[int, ...] | None = None
 ) -> BatchRow | None:
     """Return the sample that an origin belongs to, None where it lies in no tensor of rows and tokens. batch: see `Origin`."""
-    if batch:
-        return BatchRow(*batch)
     if tokens is None or trace is None or tokens.layout not in (Layout.TOKENS, Layout.ROWS):
-        return None
+        return BatchRow(*batch) if batch else None
     token = None if tokens.layout is Layout.ROWS else tokens.column
     prompt, completion = _group(trace, tokens.row, tokens.rows, group_size(settings))
     return BatchRow(tokens.row, token, prompt, completion)

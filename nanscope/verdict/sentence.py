@@ -334,10 +334,10 @@ def token_of(snapshot: Snapshot, p: Origin) -> str:
     """Return where in the batch an element stands, as one says it: "row 16, token 31", or "row 57" of one number a row; "" where that is no
     tensor of rows and tokens."""
     of_tokens = len(p.shape) in (1, 2) and len(p.index) == len(p.shape) and p.role not in (Role.WEIGHTS, Role.OPTIMIZER, Role.GRAD)
-    if p.batch:
-        return row_token(*p.batch)
-    if not of_tokens or p.batch is not None or p.sharded or snapshot.observation.suspect:
+    if p.sharded or snapshot.observation.suspect or not (p.batch or of_tokens):
         return ""
+    if p.batch is not None:
+        return row_token(*p.batch) if p.batch else ""
     leaves = [leaf for leaf in snapshot.program.leaves if (leaf.role or role_of(leaf.name)) in _OF_TOKENS and leaf.id in snapshot.tensors]
     batches = {shape for leaf in leaves if len(shape := tuple(snapshot.tensors[leaf.id].shape)) == 2 and shape[1] > 1}
     if p.shape[1:] in ((), (1,)) and not p.module and p.role not in OF_MODEL:

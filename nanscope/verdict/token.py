@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from nanscope.locate.layout import Layout
 from nanscope.roles import Role
 from nanscope.snapshot.texts import LONGEST, told
-from nanscope.verdict.layout import Layout
 from nanscope.verdict.tokens import RECORDED, TokenMap
 
 

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from nanscope.errors import ProgramError
 from nanscope.locate.ids import ids_behind
+from nanscope.locate.layout import Layout
 from nanscope.locate.trace import Trace
 from nanscope.program.by_rows import execute_ends
 from nanscope.replay.rebind import renamed
 from nanscope.replay.tries import Replay
 from nanscope.roles import Role, last_word
 from nanscope.verdict.distribution import Distribution, Histogram, bad_in, badness, histogram
-from nanscope.verdict.layout import Layout
 from nanscope.verdict.offending import HEIGHT, WIDTH, Offending, offending
 
 WINDOWS = 6  # that are kept, HEIGHT × WIDTH each

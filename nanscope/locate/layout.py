@@ -8,16 +8,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from enum import StrEnum
 
 from torch import Size
 
-from nanscope.locate.piece import row_and_token
+from nanscope.locate.piece import batches, row_and_token
 from nanscope.locate.trace import Trace
-from nanscope.program.flow import dims_of
-from nanscope.program.ops import ALL_SOFTMAXES
-from nanscope.roles import LOG_PROBS, OF_MODEL, Role
+from nanscope.roles import OF_MODEL
 
 
 class Layout(StrEnum):
@@ -45,9 +42,6 @@ class Layout(StrEnum):
         return ", ".join(f"{name} {at:,}" for name, at in named.items())
 
 
-_OF_TOKENS = LOG_PROBS | {Role.LOG_RATIO, Role.RATIO, Role.IS_WEIGHT, Role.KL, Role.ENTROPY, Role.MASK, Role.RESPONSE_IDS}
-
-
 def layout_of(trace: Trace, value: int, flat: int = 0) -> tuple[Layout, Size]:
     """Return how a value lies in the batch, and the shape of its map: that of the batch for what has one number a row, else its own.
 
@@ -57,33 +51,9 @@ def layout_of(trace: Trace, value: int, flat: int = 0) -> tuple[Layout, Size]:
     if trace.names.role(value) in OF_MODEL or (made is not None and made.module) or row_and_token(trace, value, flat) is not None:
         return Layout.COLUMNS if len(shape) > 1 else Layout.ELEMENTS, shape
     if len(shape) == 1 or (len(shape) == 2 and shape[1] == 1):
-        batch = next((one for one in _batches(trace, value) if one[0] == shape[0] > 1 and one[0] != one[1]), None)
+        batch = next((one for one in batches(trace, value) if one[0] == shape[0] > 1 and one[0] != one[1]), None)
         if batch is not None:
             return Layout.ROWS, batch
     if len(shape) == 1:
         return Layout.ELEMENTS, shape
-    return Layout.TOKENS if len(shape) == 2 and shape in _batches(trace, value) else Layout.COLUMNS, shape
-
-
-def _batches(trace: Trace, value: int) -> list[Size]:
-    """The shapes [B, T] of what has a number for each token, first of what the value was made of."""
-    path = trace.program.slice(value)
-    behind = {leaf.id for leaf in path.leaves} | {out for call in path.calls for out in call.outs}
-    classes = set(_classes(trace))
-    shapes = ((one in behind, content.shape) for one, content in trace.values.items() if content.dim() == 2 and _is_of_tokens(trace, one))
-    found = sorted(shapes, key=lambda pair: not pair[0])
-    return list(dict.fromkeys(shape for _, shape in found if shape[1] > 1 and shape not in classes))
-
-
-def _is_of_tokens(trace: Trace, value: int) -> bool:
-    return trace.names.role(value) in _OF_TOKENS or trace.names.says_mask(value)
-
-
-def _classes(trace: Trace) -> Iterator[Size]:
-    """Yield the shapes whose last dimension is what a softmax is taken over: those are classes, or actions, and no tokens."""
-    for call in trace.program.calls:
-        source = next((one for one in call.inputs() if one in trace.values), None)
-        if call.name in ALL_SOFTMAXES and source is not None:
-            shape = trace.values[source].shape
-            if len(shape) - 1 in dims_of(call, trace.values[source]):
-                yield shape
+    return Layout.TOKENS if len(shape) == 2 and shape in batches(trace, value) else Layout.COLUMNS, shape
