@@ -148,7 +148,7 @@ def test_what_has_no_tokens_has_elements() -> None:
     """Of a batch of states, or a vector, nothing is said of tokens, in any form."""
     incident = incident_of()
     assert incident.tokens is not None
-    states = replace(incident, tokens=replace(incident.tokens, layout=Layout.COLUMNS))
+    states = replace(incident, tokens=replace(incident.tokens, layout=Layout.COLUMNS), origin=replace(incident.origin, batch=()))
     words = [form(Verdict((one,))) for one in (incident, states) for form in (render_text, render_html, render_markdown)]
     assert ["healthy tokens" in text for text in words] == [True] * 3 + [False] * 3
     assert ["healthy elements" in text for text in words] == [False] * 3 + [True] * 3

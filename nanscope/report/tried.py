@@ -27,7 +27,8 @@ HEADS = ("replay", "what", "loss", INPUT_GRADIENTS, "healthy {unit}", "outcome")
 
 def unit_of(incident: Incident) -> str:
     """Return what the offending tensor has its numbers for: tokens, or elements where it is known to have no tokens."""
-    return "tokens" if incident.tokens is None or incident.tokens.layout in (Layout.TOKENS, Layout.ROWS) else "elements"
+    of_tokens = incident.tokens is None or bool(incident.origin.batch) or incident.tokens.layout in (Layout.TOKENS, Layout.ROWS)
+    return "tokens" if of_tokens else "elements"
 
 
 def unmeasured(incident: Incident) -> str:
