@@ -1,11 +1,12 @@
-"""Which row and token of the batch an element is whose tensor is a piece of it, or lies otherwise: the mask that it meets says so.
+"""Which row and token of the batch an element is whose tensor is a piece of it, or lies otherwise.
 
     for lp, old, mask in zip(lps.split(2, 1), olds.split(2, 1), masks.split(2, 1)):    [1, 1] of [4, 2] is row 1, token 7
     ratio = (lp - old).flip(1).exp().flip(1) * mask                                      [1, 5] of [4, 8] is row 1, token 2
-    log_probs.t(), mask.t()                                                              [3, 1] of [8, 4] is row 1, token 3
+    ratio = torch.exp(log_ratio[order])                                                  [0, 2] of [4, 8] is row 3, token 2
 
-A mask comes with the batch, and lies as that does. What is cut off once, as where tokens are shifted by one, is the batch from there on;
-of several parts that have no element in common, each is a piece.
+The mask that it meets says so, which comes with the batch, and lies as that does; where there is none, what it was cut out of, on the way
+of the gradient: what the policy was given is the batch. What is cut off once, as where tokens are shifted by one, is the batch from there
+on; of several parts that have no element in common, each is a piece.
 """
 
 from __future__ import annotations
@@ -18,13 +19,11 @@ from torch import Tensor
 from nanscope.locate.trace import Spot, Trace
 from nanscope.program.calls import Call
 from nanscope.program.flow import dims_of, element_flow, origins, sources, spread
-from nanscope.program.ops import ALL_SOFTMAXES, REARRANGINGS, SPLITS, Flow
+from nanscope.program.ops import ALL_SOFTMAXES, COPIES, PICKS_OF_EACH, REARRANGINGS, SLICES, SPLITS, Flow
 from nanscope.roles import LOG_PROBS, Role
 from nanscope.text import unravel
 
 AHEAD = 32  # calls behind the origin that are gone through for a mask
-SLICES = frozenset(("narrow", "slice"))
-PICKS_OF_EACH = frozenset(("gather", "take_along_dim"))  # of each token one of its numbers
 
 _OF_TOKENS = LOG_PROBS | {Role.LOG_RATIO, Role.RATIO, Role.IS_WEIGHT, Role.KL, Role.ENTROPY, Role.MASK, Role.RESPONSE_IDS}
 
@@ -128,7 +127,7 @@ def _before_cut(trace: Trace, value: int, flat: int) -> tuple[Spot | None, bool]
 def _is_cut(trace: Trace, call: Call, value: int) -> bool:
     """Is it a copy of what came, in another dtype at most, or a piece of that, or that turned round?"""
     read = list(call.inputs())
-    if len(read) != 1 or (element_flow(call) is not Flow.MOVE and call.name not in ("_to_copy", "clone", "detach")):
+    if len(read) != 1 or (element_flow(call) is not Flow.MOVE and call.name not in COPIES):
         return False
     if call.name in SLICES:
         return trace.values[value].shape == trace.values[read[0]].shape or _is_one_of_several(trace, call, read[0])

@@ -258,6 +258,8 @@ REARRANGINGS = (
     )
 )
 REORDERINGS = REARRANGINGS - IN_ORDER - _family("_reshape_alias repeat")  # other tokens stand in the place of a token
+SLICES = _family("narrow slice")  # a stretch of a dimension
+PICKS_OF_EACH = _family("gather take_along_dim")  # of each token one of its numbers
 CUTTINGS = _family("select slice")  # a part of a dimension, by its numbers
 TRANSPOSITIONS = _family("swapaxes transpose")  # of the two dimensions that arguments 1 and 2 say
 RESHAPINGS = _family("_reshape_alias flatten unflatten")  # the same elements in another shape, which no argument says as a whole

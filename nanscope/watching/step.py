@@ -457,7 +457,7 @@ class Step(Relay):
         """Let go of everything that was held."""
         if self._current is not None:
             self._current.let_go()
-        self._current = None
+        self._current = self._caught = None
         self._course.end()
 
     def let_go(self) -> None:
@@ -466,7 +466,7 @@ class Step(Relay):
             self._logbook.gap("swapped", "what was recorded of a step before its weights were swapped for others", self.number)
         if self._current is not None:
             self._current.let_go()
-        self._current = None
+        self._current = self._caught = None
         self._recordings.let_go_of_weights()
         self._remains.let_go()
         self._bare.clear()
