@@ -24,9 +24,9 @@ from nanscope.locate.origin import Element, Location
 from nanscope.locate.trace import Trace
 from nanscope.program.calls import Leaf
 from nanscope.program.numbers import at, is_binary, quantiles
-from nanscope.program.ops import LOGARITHMS, carries
+from nanscope.program.ops import LOGARITHMS, PICKS, base_name, carries
 from nanscope.program.program import Program
-from nanscope.roles import Role, picked_word
+from nanscope.roles import Role, last_word, picked_word
 from nanscope.snapshot.observation import Blame
 from nanscope.text import unravel
 
@@ -126,11 +126,12 @@ class _Way:
         median, low, high = self._usual(group)
         leaf, called = self.trace.program.leaf(self.value), self._as_called()
         index = unravel(int(group[0]), tuple(self.numbers.shape if row else self.trace.values[called].shape))
-        name = self.trace.names.name(called)
+        name, made = self.trace.names.name(called), self.trace.program.maker(called)
+        by = base_name(leaf.made_by) if leaf is not None else "" if made is None else made.name  # a write has its own element for a name
         weight = leaf is not None and leaf.origin == "parameter"
         role = Role.WEIGHTS if weight else self.trace.names.role(self.value)
         return Blame(
-            name=name if name is None or weight else picked_word(name),
+            name=name if name is None or weight else picked_word(name) if by in PICKS else last_word(name),
             role=str(role) if role else None,
             index=index[:-1] if row else index,
             value=self._size(group),
