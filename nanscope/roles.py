@@ -178,10 +178,12 @@ def picked_word(name: str) -> str:
         node = ast.parse(name.strip()[:_LONGEST], mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return last_word(name)
-    picks = isinstance(node, ast.Subscript) and not (isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str))
-    return (
-        f"{last_word(ast.unparse(node.value))}[{ast.unparse(node.slice)}]" if picks and isinstance(node, ast.Subscript) else last_word(name)
-    )
+    match node:
+        case ast.Subscript(slice=ast.Constant(value=str())):
+            return last_word(name)
+        case ast.Subscript(value=whole, slice=which):
+            return f"{last_word(ast.unparse(whole))}[{ast.unparse(which)}]"
+    return last_word(name)
 
 
 def fitting(role: Role | None, real: bool) -> Role | None:

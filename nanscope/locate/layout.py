@@ -42,13 +42,15 @@ class Layout(StrEnum):
         return ", ".join(f"{name} {at:,}" for name, at in named.items())
 
 
-def layout_of(trace: Trace, value: int, flat: int = 0) -> tuple[Layout, Size]:
+def layout_of(trace: Trace, value: int, flat: int | None = None) -> tuple[Layout, Size]:
     """Return how a value lies in the batch, and the shape of its map: that of the batch for what has one number a row, else its own.
 
-    flat: the element that is looked at. If it is another token than its index says, the map has rows and columns, and no tokens.
+    flat: the element that is looked at. If it is another token than its index says, the map has rows and columns, and no tokens; None where
+    it is none.
     """
     shape, made = trace.values[value].shape, trace.program.maker(value)
-    if trace.names.role(value) in OF_MODEL or (made is not None and made.module) or row_and_token(trace, value, flat) is not None:
+    of_model = trace.names.role(value) in OF_MODEL or (made is not None and made.module)
+    if of_model or (flat is not None and row_and_token(trace, value, flat) is not None):
         return Layout.COLUMNS if len(shape) > 1 else Layout.ELEMENTS, shape
     if len(shape) == 1 or (len(shape) == 2 and shape[1] == 1):
         batch = next((one for one in batches(trace, value) if one[0] == shape[0] > 1 and one[0] != one[1]), None)

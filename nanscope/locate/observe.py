@@ -51,9 +51,10 @@ def _in_batch(origin: Element, trace: Trace) -> tuple[int, ...] | None:
     made, value = None if origin.call is None else trace.program.calls[origin.call], origin.value_id
     if made is not None and made.module:
         return None
-    piece, (layout, _) = row_and_token(trace, value, origin.flat), layout_of(trace, value, origin.flat)
-    as_it_lies = origin.index[: {Layout.TOKENS: 2, Layout.ROWS: 1}.get(layout, 0)]
-    return as_it_lies if piece is None else piece
+    if (piece := row_and_token(trace, value, origin.flat)) is not None:
+        return piece
+    layout, _ = layout_of(trace, value)
+    return origin.index[: {Layout.TOKENS: 2, Layout.ROWS: 1}.get(layout, 0)]
 
 
 def _link_words(step: Crossing) -> str:
