@@ -12,10 +12,11 @@ from torch import Tensor
 from nanscope.capture.entries import Value, tensors_of
 from nanscope.capture.log import LITERAL, Log
 from nanscope.capture.notes import Notes
-from nanscope.capture.raw import identity
+from nanscope.capture.raw import identity, joins_batch
 from nanscope.capture.rows import Rows
 from nanscope.capture.sites import NOWHERE, Place
 from nanscope.capture.values import Values
+from nanscope.program.joins import joins_many
 from nanscope.program.local import is_plain, memory_of
 from nanscope.program.ops import base_name
 
@@ -23,6 +24,7 @@ Chain = frozenset[Place]  # where the calls were made that something came of
 BEFORE: Chain = frozenset([NOWHERE])  # stands for a chain that is a part of an earlier one
 BUFFER: Place = (None, -2)  # stands beside the last write to a buffer, and for all that it holds
 LOST: Place = (None, -3)  # stands for all that calls came of which had to make room: a state that is carried on from step to step
+BATCH: Place = (None, -4)  # stands for all that was put together to one, which is other tensors in each step
 LONG = 64  # calls that wait, one of the other, that are gone back over
 
 
@@ -61,7 +63,7 @@ class Chains:
             if one.requires_grad:
                 return True
             made = self._notes.maker(one) if is_plain(one) else None
-            if made is not None and identity(made) not in seen:
+            if made is not None and identity(made) not in seen and not joins_batch(made):
                 seen.add(identity(made))
                 way += tensors_of(made.args)
         return False
@@ -76,6 +78,8 @@ class Chains:
             made = None if ends else self._notes.maker(one)
             if made is None:
                 outer.append(one)
+            elif joins_batch(made):
+                found.add(BATCH)
             elif one.requires_grad or len(found) > LONG:
                 return None
             elif identity(made) not in seen:
@@ -103,6 +107,10 @@ class Chains:
         found, way, entries, made_by = set[Place](), [value.id], self._log.entries, self._known.made_by
         while way:
             one = way.pop()
+            entry = entries.get(made_by.get(one, -1))
+            if entry is not None and joins_many(base_name(entry.op), entry.args) and not self._is_differentiated(one):
+                found.add(BATCH)
+                continue
             if one in seen:
                 continue
             seen.add(one)
@@ -111,7 +119,6 @@ class Chains:
             if written is not None:
                 found |= {BUFFER, written}
                 continue
-            entry = entries.get(made_by.get(one, -1))
             if entry is not None and base_name(entry.op) == LITERAL:
                 continue  # a literal, or numpy's memory, which the loop may have made a tensor before
             if known is None and one in self._log.pushed_out:
@@ -123,3 +130,7 @@ class Chains:
                 found |= {(entry.code, entry.lasti)} if one < since else set()
                 way += entry.reads()
         return frozenset(found)
+
+    def _is_differentiated(self, value: int) -> bool:
+        known = self._known.by_id.get(value)
+        return known is None or known.diff

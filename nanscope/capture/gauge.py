@@ -25,6 +25,7 @@ from nanscope.objective.mismatch import Mismatch, mismatch_sums
 from nanscope.objective.settings import Correction
 from nanscope.program.calls import Call, Ref, refs
 from nanscope.program.flow import element_flow
+from nanscope.program.joins import begun_at_joins
 from nanscope.program.local import is_plain
 from nanscope.program.numbers import exponent_limit
 from nanscope.program.ops import CLAMPS, DIFFERENCES, FILLS, NATURAL_EXPONENTIALS, NEGATIONS, SHIFTS, Flow
@@ -259,7 +260,9 @@ class Gauge:
         self._dials: dict[tuple[tuple[str, int], ...], Dials] = {}  # their values by place
 
     def read(self, program: Program, held: Callable[[int], Tensor | None], beside: Beside = NOTHING) -> Gauged:
-        """Compute what there is to read of a step, and fetch nothing. held: what is known of a value, by its id."""
+        """Compute what there is to read of a step, and fetch nothing: of what many tensors were put together to, not of each of them. held:
+        what is known of a value, by its id."""
+        program = begun_at_joins(program)
         key = tuple((call.op, call.site) for call in program.calls)
         known, own = self._dials.pop(key, None), Role.ROLLOUT_LOG_PROBS in beside.tensors
         dials = Dials.of(program) if known is None else known.mapped(partial(_value_at, program))

@@ -15,6 +15,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -276,7 +277,8 @@ class Notes:
         first = self._old.calls
         running = self._taken_from(self._start)
         pending = self._taken_from(first, self._start)
-        kept, ages, later = list[Any](), list[int](), self._ages[len(pending) :]
+        kept, places, ages, later = list[Any](), list[int](), list[int](), self._ages[len(pending) :]
+        trailing = list[tuple[int, Raw]]()
         while pending:
             one = pending.pop()  # and no other reference to it is left
             if isinstance(one, Later):
@@ -284,19 +286,31 @@ class Notes:
             elif not one[raw.RESULTS]:
                 closed.written += one[raw.ARGS][0]
             elif one[raw.DESTROYED] is not None and not is_row(one):
-                closed.trailed.add(one[raw.MADE][raw.ADDRESS])
+                trailing.append((len(pending), one))
             elif raw.identity(one) not in done:
                 kept.append(one)
+                places.append(len(pending))
                 ages.append(self._ages[len(pending)] + 1 if len(pending) < len(self._ages) else 1)
             elif one[raw.SEEN]:
                 over.update(dict.fromkeys(map(id, one[raw.RESULTS])))
         one = None
         kept.reverse()
+        places.reverse()
         ages.reverse()
         closed.later.reverse()
+        memory = {one[raw.MADE][raw.ADDRESS]: one[raw.RESULTS][0].nbytes for _, one in trailing}
+        trailing = [(place, _only_destroyed(one)) for place, one in trailing] if _have_read(kept, memory) else []
         found, numbers = sifted(kept)
+        numbers.reverse()
         left = [_without_what_is_over(call, over) for call in reversed(found) if not isinstance(call, Later)]
-        ages = [ages[number] for number in reversed(numbers)]
+        ages = [ages[number] for number in numbers]
+        if trailing and _have_read(left, memory):
+            before = sorted([*trailing, *zip([places[number] for number in numbers], left, strict=True)], key=itemgetter(0))
+            self._grow_young()
+            closed.before = _readable([*(one for _, one in reversed(before)), *sifted(self.pending)[0]])
+            left, ages = [], []
+        else:
+            closed.trailed.update(memory)
         gathered = len(left) if closed.trailed else next((n for n in range(len(left), 0, -1) if is_row(left[n - 1])), 0)
         aged = _how_many_may_outlast(left, [AGED + 1] * gathered + ages[gathered:])
         if closed.trailed and aged < len(left):  # nothing waits that was called before them
@@ -394,6 +408,22 @@ class Notes:
 def _has_no_gradient(seen: Sequence[Any]) -> bool:
     """Did nothing of what a call has read want one?"""
     return not (torch.is_grad_enabled() and any(seen[raw.WANTED :: EACH]))
+
+
+def _have_read(calls: Sequence[Raw], memory: Mapping[int, int]) -> bool:
+    """Has one of some calls computed with what lay in memory? memory: where that begins, and how many bytes it is long."""
+    if not memory:
+        return False
+    spans = Spans({start: start + size for start, size in memory.items()})
+    computing = (call for call in calls if not call[raw.OPERATOR].view)
+    return any(spans.start_of(address) for call in computing for address in call[raw.SEEN][raw.ADDRESS :: EACH])
+
+
+def _only_destroyed(call: Raw) -> Raw:
+    """Of a write: what it has destroyed, and where. What it wrote nobody will ask for, and none of its arguments is held for that."""
+    operator, _, kwargs, results, _, *rest = call
+    with unseen():
+        return (operator, (), kwargs, (results[0].detach(),), (), *rest)
 
 
 def _readable(calls: Sequence[Raw | Later]) -> list[RawCall | Later]:

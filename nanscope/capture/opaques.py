@@ -23,6 +23,7 @@ class Opaques:
         self._patience = self._crowd = patience
         self._made: dict[Address, tuple[Opaque, Handle]] = {}  # until they are read, or a backward pass is over
         self._lost: dict[Address, tuple[str, Handle]] = {}
+        self._many = patience  # of these, when it is looked which are gone
         self._turned_away = 0  # of which nothing is known, since all that there is room for is still there
 
     def __len__(self) -> int:
@@ -73,7 +74,9 @@ class Opaques:
 
     def sweep(self) -> None:
         """Forget what had to make room and is gone."""
-        self._lost = still_there(self._lost)
+        if len(self._lost) > self._many:
+            self._lost = still_there(self._lost)
+            self._many = self._patience + 2 * len(self._lost)
 
 
 def _place(tensor: Tensor) -> Address:

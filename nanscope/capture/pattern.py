@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from nanscope.capture import raw
 from nanscope.capture.entries import tensors_of
 from nanscope.capture.log import LITERAL
-from nanscope.capture.raw import EACH, Raw
+from nanscope.capture.raw import EACH, Raw, joins_batch
 from nanscope.torch_inside import writes_counted
 
 STRIDE = 1 << 10  # of one call, at most
@@ -178,7 +178,8 @@ class Passage:
 
 
 def _leading_to(root: Tensor, calls: Sequence[Raw]) -> Sequence[Raw]:
-    """Return the calls that a tensor may have been made by, and those that have made something with a gradient, or written to lists."""
+    """Return the calls that a tensor may have been made by, and those that have made something with a gradient, or written to lists. A
+    batch that was put together of many tensors comes from outside."""
     read, found = {id(root)}, list[Raw]()
     for call in reversed(calls):
         results = call[raw.RESULTS]
@@ -186,7 +187,7 @@ def _leading_to(root: Tensor, calls: Sequence[Raw]) -> Sequence[Raw]:
             leads = not results or any(id(item) in read or item.requires_grad for item in results)
         else:
             leads = any(item.identity in read for item in results)
-        if leads:
+        if leads and not joins_batch(call):
             found.append(call)
             read.update(map(id, tensors_of(call[raw.ARGS])))
     found.reverse()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nanscope.capture.entries import Operator
 from nanscope.capture.sites import Place
+from nanscope.program.joins import joins_many
 
 Seen = tuple[int, int, tuple[int, ...], bool]  # of an argument: how often it was written to, address, shape, whether it wanted a gradient
 Made = tuple[int, int, tuple[int, ...], tuple[int, ...]]  # of a result: how often it was written to, address, shape, strides
@@ -51,6 +52,11 @@ EACH = 4  # and how many these are
 def identity(call: Raw) -> int:
     """Return what a call that has made something is known by as long as it waits: another tuple may stand for it by then."""
     return id(call[MADE])
+
+
+def joins_batch(call: Raw) -> bool:
+    """Has a call put many tensors together, without a gradient?"""
+    return joins_many(call[OPERATOR].name, call[ARGS]) and not call[RESULTS][0].requires_grad
 
 
 def each(flat: Iterable[Any]) -> Iterator[Seen]:

@@ -63,6 +63,9 @@ class Scribe:
         if note.operator.draws and not note.args:
             self._forget_results(note.results, note.operator.name)
             return
+        if note.destroyed is not None and not note.args:
+            self._known.supersede(note.made[raw.ADDRESS])
+            return
         seen = each(note.seen)
         try:
             noted: Noted = tuple([self._was(arg, seen) for arg in note.args]), tuple(note.kwargs.items())
@@ -100,7 +103,8 @@ class Scribe:
             if made is not None and (made.version, made.key[0], made.diff) == (version, address, wanted):
                 value = made
             elif arg.data_ptr() == address and arg.shape == shape:
-                value = self._known.find(arg, history, version) or self._leaves.number(arg, (history, version))
+                found = self._known.find(arg, history, version) or self._written_to(arg, version)
+                value = found or self._leaves.number(arg, (history, version))
             else:  # it is other memory by now, or another part of it
                 value = self._known.add(tuple(shape), arg.dtype, wanted)
                 self._known.nameless.add(value.id)
@@ -174,8 +178,13 @@ class Scribe:
 
     def value_of(self, tensor: Tensor) -> Value:
         """Return what is known of a tensor; one that is not known becomes a leaf."""
-        found = self._known.find(tensor) or self._known.resolved(tensor)
+        found = self._known.find(tensor) or self._known.resolved(tensor) or self._written_to(tensor)
         return self._leaves.number(tensor) if found is None or self._was_filled(found, tensor) else found
+
+    def _written_to(self, tensor: Tensor, version: int | None = None) -> Value | None:
+        """What was written into a weight, where that is read and no gradient goes back to it. version: how often it had been then."""
+        leads_back = self._log.grad() or not tensor.is_leaf
+        return None if leads_back else self._known.find(tensor, PLAIN, version)
 
     def _was_filled(self, value: Value, tensor: Tensor) -> bool:
         """Is what a call has made of nothing something else by now, and nobody was seen to write to it? numpy writes so, and so do other

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 
 class Spans:
@@ -15,6 +15,9 @@ class Spans:
 
     def __contains__(self, start: int) -> bool:
         return start in self._ends
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._starts)
 
     def start_of(self, address: int) -> int:
         """Return where that begins which an address is in, 0 if it is in none."""

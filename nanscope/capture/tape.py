@@ -711,9 +711,10 @@ class Tape:
         return [*self.tags.values(), *self._differentiated.roots()]
 
     def _read_outside(self) -> list[int]:
-        """What calls have read that cannot be made again, and what custom functions have made."""
+        """What calls have read that cannot be made again, what custom functions have made, and what was written to the weights of models
+        that nobody trains."""
         calls = (*self._opaques.calls(), *self.leaves.opaque.values())
-        return [*self.leaves.forward.values(), *(value for call in calls for value in call.read)]
+        return [*self.leaves.forward.values(), *(value for call in calls for value in call.read), *self.trailing.written(self._known)]
 
     def _went_through(self, over: bool, waiting: bool = False) -> None:
         """Decide when to look again. over: a backward pass was, and what came since the one before is what may come until the next.

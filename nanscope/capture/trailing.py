@@ -22,6 +22,7 @@ from nanscope.capture import raw
 from nanscope.capture.entries import Operator, tensors_of
 from nanscope.capture.notes import Notes
 from nanscope.capture.spans import Spans
+from nanscope.capture.values import Values
 from nanscope.capture.weighing import LIGHT
 from nanscope.capture.writes import Writes
 from nanscope.torch_inside import writes_counted
@@ -36,11 +37,12 @@ def besides_out(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Touched:
-    """Of such memory, by where it begins. read: what calls that wait have read or made, besides such writes. named: those that have made
-    another name for all of it. upto: so many of them are looked at."""
+    """Of such memory, by where it begins, the calls that wait and know it, besides such writes. computed: those that have read it; named:
+    those that have made another name for all of it; read: others. upto: so many of them are looked at."""
 
     upto: int = 0
-    read: set[int] = field(default_factory=set)
+    read: dict[int, list[int]] = field(default_factory=dict)
+    computed: dict[int, list[int]] = field(default_factory=dict)
     named: dict[int, list[int]] = field(default_factory=dict)
 
 
@@ -77,6 +79,11 @@ class Trailing:
         self._writes.leave_behind(start)
         return target.detach().clone()
 
+    def written(self, known: Values) -> list[int]:
+        """Return what these weights are, where calls have written it to them which are understood."""
+        there = (value for start in self._memory() for value in known.relatives(start))
+        return [value.id for value in there if value.id in known.made_by and known.by_key.get(value.key) == value.id]
+
     def _memory(self) -> Spans:
         if self._spans is None:
             plain = [one for one in self.weights() if _is_whole(one)]
@@ -85,18 +92,24 @@ class Trailing:
         return self._spans
 
     def _is_apart(self, target: Tensor) -> bool:
-        """Does no call that waits know the memory of a tensor, but for its names? And has nobody written to it unseen since they were
-        given?"""
+        """Does no call that waits know the memory of a tensor, but for its names, and for what was computed with it in this step? And has
+        nobody written to it since?"""
         self._look_further()
         start = target.data_ptr()
-        if start in self._old.read or start in self._young.read:
+        if start in self._old.read or start in self._old.computed or start in self._young.read:
             return False
         lies = target.shape, target.stride(), target.dtype
         for number in (*self._old.named.get(start, ()), *self._young.named.get(start, ())):
             whole, (writes, _, shape, *_) = self._notes.pending[number][raw.ARGS][0], self._notes.pending[number][raw.SEEN]
             if (shape, whole.stride(), whole.dtype) != lies or writes_counted(whole) != writes:
                 return False
-        return True
+        return all(self._is_as_read(number, start) for number in self._young.computed.get(start, ()))
+
+    def _is_as_read(self, number: int, start: int) -> bool:
+        """Is what a call has read in that memory still what it was?"""
+        note = self._notes.pending[number]
+        read = zip(tensors_of(note[raw.ARGS]), raw.each(note[raw.SEEN]), strict=True)
+        return all(writes_counted(tensor) == writes for tensor, (writes, address, *_) in read if address == start)
 
     def _look_further(self) -> None:
         """Go through the calls that have come since this was asked."""
@@ -114,13 +127,15 @@ class Trailing:
             one = pending[number]
             if type(one) is not tuple:
                 continue
-            own, names = one[raw.MADE][raw.ADDRESS] if one[raw.DESTROYED] is not None else 0, one[raw.OPERATOR].name == "detach"
+            operator = one[raw.OPERATOR]
+            names, shares = operator.name == "detach", operator.view or operator.mutable
+            own = one[raw.MADE][raw.ADDRESS] if one[raw.DESTROYED] is not None else 0
             for address in (*one[raw.SEEN][raw.ADDRESS :: raw.EACH], *one[raw.MADE][raw.ADDRESS :: raw.EACH]):
                 start = start_of(address)
                 if names and start == address:
                     known.named.setdefault(start, []).append(number)
                 elif start and start != own:
-                    known.read.add(start)
+                    (known.read if shares else known.computed).setdefault(start, []).append(number)
         known.upto = upto
 
 

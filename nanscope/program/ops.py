@@ -238,6 +238,7 @@ DECOMPOSITIONS = LOG_DETERMINANTS | SPECTRA | SOLVERS
 
 # Elements to other places.
 GATHERS = _family("gather index")
+JOINS = _family("cat stack")  # of a list of tensors
 PICKS = _family("index masked_select")  # by a mask: a smaller tensor
 MASKINGS = _family("masked_fill mul where")  # by a mask: the shape stays
 CHOICES = _family("masked_fill where")

@@ -16,13 +16,14 @@ from typing import Any
 from torch import Tensor
 
 from nanscope.capture import raw
-from nanscope.capture.chains import BUFFER, Chain
+from nanscope.capture.chains import BATCH, BUFFER, Chain
 from nanscope.capture.gauge import Dials
 from nanscope.capture.modules import Address, ModuleCall, place_of, tensors_in
 from nanscope.capture.pattern import STRIDE, Code, Passage, Unlike
 from nanscope.capture.sieve import OURS
 from nanscope.capture.tape import Tape
 from nanscope.program.calls import Ref
+from nanscope.program.joins import begun_at_joins
 from nanscope.roles import Role
 from nanscope.torch_inside import references
 from nanscope.watching.dialled import Dialled
@@ -176,13 +177,14 @@ class Cruise:
                 del self._known[next(iter(self._known))]
 
     def _learnt(self, stretch: Passage, root: Code | None, recording: Recording, dials: Dials | None) -> Known | None:
-        program = recording.program
+        program = None if recording.program is None else begun_at_joins(recording.program)
         if program is None or not program.calls or root is None or root < 0 or dials is None or not recording.is_plain():
             return None
         last = program.calls[-1]
         if last.name == "mul" and any(isinstance(arg, Ref) and arg.id in recording.tensors for arg in last.args):
             return None  # by what may become a scale against underflow
-        codes = {leaf.id: stretch.first(recording.tensors[leaf.id]) for leaf in program.leaves}
+        held = {leaf.id: recording.tensors.get(leaf.id, self._tape.tensor(leaf.id)) for leaf in program.leaves}
+        codes = {leaf: None if tensor is None else stretch.first(tensor) for leaf, tensor in held.items()}
         ends = {code for code in codes.values() if code is not None}
         if any(codes.get(leaf) is not None and not behind.call.exchange for leaf, behind in recording.opaque.items()):
             return None
@@ -196,8 +198,8 @@ class Cruise:
             return None
         before = len(program.calls) > len(once)  # it reads what was computed before: that has no gradient
         for code, origin in zip(leaves, origins, strict=False):  # those from outside are the first
-            if BUFFER in origin and code in ends:
-                continue  # its program begins with what the buffer holds
+            if code in ends and not origin.isdisjoint((BUFFER, BATCH)):
+                continue  # its program begins with what that holds
             if (origin and (not before or stretch.tensor(code).requires_grad)) or not (origin or code in ends):
                 return None
         diff = [leaf.id for leaf in program.leaves if leaf.diff and recording.tensors[leaf.id].requires_grad]
