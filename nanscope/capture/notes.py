@@ -13,9 +13,8 @@ only waiting calls have made and know waits as well, and so does one to a list o
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -298,19 +297,15 @@ class Notes:
         places.reverse()
         ages.reverse()
         closed.later.reverse()
-        memory = {one[raw.MADE][raw.ADDRESS]: one[raw.RESULTS][0].nbytes for _, one in trailing}
-        trailing = [(place, _only_destroyed(one)) for place, one in trailing] if _have_read(kept, memory) else []
+        was = _Was(trailing)
+        trailing.clear()  # they hold what they were given
         found, numbers = sifted(kept)
         numbers.reverse()
         left = [_without_what_is_over(call, over) for call in reversed(found) if not isinstance(call, Later)]
         ages = [ages[number] for number in numbers]
-        if trailing and _have_read(left, memory):
-            before = sorted([*trailing, *zip([places[number] for number in numbers], left, strict=True)], key=itemgetter(0))
-            self._grow_young()
-            closed.before = _readable([*(one for _, one in reversed(before)), *sifted(self.pending)[0]])
-            left, ages = [], []
-        else:
-            closed.trailed.update(memory)
+        if was.memory:
+            closed.trailed.update(was.memory)
+            left = [was.given_to(call, places[number]) for call, number in zip(left, numbers, strict=True)]
         gathered = len(left) if closed.trailed else next((n for n in range(len(left), 0, -1) if is_row(left[n - 1])), 0)
         aged = _how_many_may_outlast(left, [AGED + 1] * gathered + ages[gathered:])
         if closed.trailed and aged < len(left):  # nothing waits that was called before them
@@ -405,25 +400,50 @@ class Notes:
         return _readable(sifted(pending, self._may_be_a_loss if ends else None, buffers=True)[0])
 
 
+class _Was:
+    """What lay in the memory of weights that calls have written to, and who wrote is forgotten. writes: these calls, the last first, each
+    with how many stood before it. memory: where it begins, and how long it is."""
+
+    def __init__(self, writes: Sequence[tuple[int, Raw]]) -> None:
+        self.memory = {one[raw.MADE][raw.ADDRESS]: one[raw.RESULTS][0].nbytes for _, one in writes}
+        self._destroyed: dict[int, list[tuple[int, Tensor]]] = {}
+        for place, one in writes:
+            self._destroyed.setdefault(one[raw.MADE][raw.ADDRESS], []).append((place, one[raw.DESTROYED]))
+        self._spans = Spans({start: start + size for start, size in self.memory.items()})
+
+    def given_to(self, call: Raw, place: int) -> Raw:
+        """Return a call, computing with what it was given then. place: how many stood before it."""
+        spans, seen = self._spans, call[raw.SEEN]
+        addresses = seen[raw.ADDRESS :: EACH]
+        if call[raw.OPERATOR].view or not any(spans.low <= address < spans.high and spans.start_of(address) for address in addresses):
+            return call
+        told = list(seen)
+        args = self._given(call[raw.ARGS], iter(range(0, len(seen), EACH)), told, place)
+        return (call[raw.OPERATOR], args, *call[raw.KWARGS : raw.SEEN], tuple(told), *call[raw.MADE :])
+
+    def _given(self, args: Sequence[Any], at: Iterator[int], told: list[Any], place: int) -> Sequence[Any]:
+        found = list(args)
+        for number, arg in enumerate(args):
+            if type(arg) is list or type(arg) is tuple:
+                found[number] = self._given(arg, at, told, place)
+            elif isinstance(arg, Tensor):
+                position = next(at)
+                was = self._at(told[position + raw.ADDRESS], place)
+                if was is not None and (was.shape, was.stride(), was.dtype) == (arg.shape, arg.stride(), arg.dtype):
+                    found[number] = was
+                    told[position : position + EACH] = writes_counted(was), was.data_ptr(), told[position + raw.SHAPE], False
+        return found if type(args) is list else tuple(found)
+
+    def _at(self, address: int, place: int) -> Tensor | None:
+        """What lay there before the first write after that."""
+        after = [destroyed for number, destroyed in self._destroyed.get(address, ()) if number > place]
+        with unseen():
+            return Parameter(after[-1], requires_grad=False) if after else None  # so that it is known for a weight
+
+
 def _has_no_gradient(seen: Sequence[Any]) -> bool:
     """Did nothing of what a call has read want one?"""
     return not (torch.is_grad_enabled() and any(seen[raw.WANTED :: EACH]))
-
-
-def _have_read(calls: Sequence[Raw], memory: Mapping[int, int]) -> bool:
-    """Has one of some calls computed with what lay in memory? memory: where that begins, and how many bytes it is long."""
-    if not memory:
-        return False
-    spans = Spans({start: start + size for start, size in memory.items()})
-    computing = (call for call in calls if not call[raw.OPERATOR].view)
-    return any(spans.start_of(address) for call in computing for address in call[raw.SEEN][raw.ADDRESS :: EACH])
-
-
-def _only_destroyed(call: Raw) -> Raw:
-    """Of a write: what it has destroyed, and where. What it wrote nobody will ask for, and none of its arguments is held for that."""
-    operator, _, kwargs, results, _, *rest = call
-    with unseen():
-        return (operator, (), kwargs, (results[0].detach(),), (), *rest)
 
 
 def _readable(calls: Sequence[Raw | Later]) -> list[RawCall | Later]:

@@ -63,9 +63,6 @@ class Scribe:
         if note.operator.draws and not note.args:
             self._forget_results(note.results, note.operator.name)
             return
-        if note.destroyed is not None and not note.args:
-            self._known.supersede(note.made[raw.ADDRESS])
-            return
         seen = each(note.seen)
         try:
             noted: Noted = tuple([self._was(arg, seen) for arg in note.args]), tuple(note.kwargs.items())
