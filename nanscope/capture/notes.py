@@ -415,11 +415,22 @@ class _Was:
         """Return a call, computing with what it was given then. place: how many stood before it."""
         spans, seen = self._spans, call[raw.SEEN]
         addresses = seen[raw.ADDRESS :: EACH]
-        if call[raw.OPERATOR].view or not any(spans.low <= address < spans.high and spans.start_of(address) for address in addresses):
+        if not any(spans.low <= address < spans.high and spans.start_of(address) for address in addresses):
             return call
+        if call[raw.OPERATOR].view:
+            return self._named_anew(call, place) if call[raw.OPERATOR].name == "detach" else call
         told = list(seen)
         args = self._given(call[raw.ARGS], iter(range(0, len(seen), EACH)), told, place)
         return (call[raw.OPERATOR], args, *call[raw.KWARGS : raw.SEEN], tuple(told), *call[raw.MADE :])
+
+    def _named_anew(self, call: Raw, place: int) -> Raw:
+        """Return a call that has given such memory another name as if it were made now, unless somebody has written there unseen."""
+        (whole,), (writes, address, shape, wanted), made = call[raw.ARGS], call[raw.SEEN], call[raw.MADE]
+        since = sum(number > place for number, _ in self._destroyed.get(address, ()))
+        if writes_counted(whole) != writes + since or made[raw.WRITES] != writes:
+            return call
+        told = (writes + since, address, shape, wanted), (writes + since, *made[raw.ADDRESS :])
+        return (*call[: raw.SEEN], *told, *call[raw.CODE :])
 
     def _given(self, args: Sequence[Any], at: Iterator[int], told: list[Any], place: int) -> Sequence[Any]:
         found = list(args)

@@ -113,7 +113,7 @@ def _let_go_of(pending: Sequence[Raw | Later]) -> dict[int, Set[int]]:
     return {
         start: frozenset(tensors)
         for start, tensors in found.items()
-        if outside[start] <= 0 and not any(_is_held(known[0], known[1] + OURS - 1) for known in tensors.values())
+        if outside[start] <= 0 and not any(is_held(known[0], known[1] + OURS - 1) for known in tensors.values())
     }
 
 
@@ -129,7 +129,7 @@ def _refer(call: Raw, found: dict[int, dict[int, list[Any]]]) -> None:
             found[start][id(item)][1] += 1
 
 
-def _is_held(tensor: Tensor, ours: int) -> bool:
+def is_held(tensor: Tensor, ours: int) -> bool:
     """Does anybody hold a tensor but so many of us, and what torch has made of it?"""
     return references(tensor) - (uses(tensor) > 1) > ours + 1
 

@@ -21,6 +21,7 @@ from torch.nn import Parameter
 from nanscope.capture import raw
 from nanscope.capture.entries import Operator, tensors_of
 from nanscope.capture.notes import Notes
+from nanscope.capture.sieve import OURS, is_held
 from nanscope.capture.spans import Spans
 from nanscope.capture.values import Values
 from nanscope.capture.weighing import LIGHT
@@ -100,8 +101,10 @@ class Trailing:
             return False
         lies = target.shape, target.stride(), target.dtype
         for number in (*self._old.named.get(start, ()), *self._young.named.get(start, ())):
-            whole, (writes, _, shape, *_) = self._notes.pending[number][raw.ARGS][0], self._notes.pending[number][raw.SEEN]
-            if (shape, whole.stride(), whole.dtype) != lies or writes_counted(whole) != writes:
+            note = self._notes.pending[number]
+            whole, (writes, _, shape, *_) = note[raw.ARGS][0], note[raw.SEEN]
+            is_alike = (shape, whole.stride(), whole.dtype) == lies and writes_counted(whole) == writes
+            if not is_alike and is_held(note[raw.RESULTS][0], OURS - 1):
                 return False
         return all(self._is_as_read(number, start) for number in self._young.computed.get(start, ()))
 
