@@ -410,3 +410,20 @@ def test_a_temperature_that_its_own_update_has_spoilt_is_no_data(tmp_path: Path,
     found = scope.verdict
     assert found.incidents[0].cause == "log_zero" and {one.cause for one in found.incidents[1:]} <= {"poisoned_weights"}, found.sentence
     assert [one.of for one in found.aftermath] == [found.incidents[0].step]
+
+
+def test_what_goes_wrong_once_more_after_it_has_spoilt_the_weights_is_a_consequence(tmp_path: Path) -> None:
+    """A deviation of 0 that stays 0: the second step would die of the weights as well, and has nothing new to tell."""
+    linear = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(linear.parameters(), 0.1)
+    with nanscope.watch(out=tmp_path) as scope:
+        for step in range(1, 7):
+            deviation = torch.tensor([5.0, 1.0]).std() if step < 3 else torch.tensor(0.0)
+            advantages = (torch.ones(4) - 1) / deviation
+            loss = (advantages * linear(torch.randn(4, 3)).squeeze(-1)).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    verdict = scope.verdict
+    assert [incident.step for incident in verdict.causes] == [3]
+    assert verdict.aftermath == (Aftermath(3, 4, 6, 3),)

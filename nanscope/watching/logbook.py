@@ -44,7 +44,7 @@ from nanscope.watching.dying import close_at_end
 from nanscope.watching.mirror import Mirror
 from nanscope.watching.peers import PART, PATIENCE, Peers, of_other_ranks
 from nanscope.watching.place import Place, is_ranked, rank_and_world, restarts, settle_somewhere
-from nanscope.watching.poisoning import Poisoning
+from nanscope.watching.poisoning import Poisoning, is_fed
 from nanscope.watching.recording import Recording
 from nanscope.watching.share import Share
 from nanscope.watching.surroundings import environment
@@ -319,7 +319,8 @@ class Logbook:
 
     @in_turn
     def _keep(self, snapshot: Snapshot, poisoning: Poisoning) -> tuple[Snapshot, str | None] | None:
-        of = poisoning.of(snapshot.step, snapshot.found, snapshot.reached.loss)
+        fed = is_fed(snapshot.program, snapshot.tensors)
+        of = poisoning.of(snapshot.step, snapshot.found, snapshot.reached.loss, fed)
         if of is not None:
             poisoning.add(snapshot.step, of)
         elif not self.wants(snapshot.step):

@@ -2,7 +2,7 @@
 
 A step is one if what was seen of it says so. Once one was looked at, and as long as those weights stay bad, a step whose loss is fed
 non-finite values by the model is one, too, and nobody looks at it again: but for the first whose loss is not finite, where the loss of
-those before it was.
+those before it was. What goes wrong once more where the step did that spoilt them has brought nothing new, either.
 
 An update that no optimizer of torch makes, or that is not over, is not seen: weights that are found bad after a step with a cause of its
 own, with no good one between them, were spoilt by that.
@@ -11,16 +11,25 @@ own, with no good one between them, were spoilt by that.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
+from torch import Tensor
+
 from nanscope.program.numbers import is_finite
+from nanscope.program.program import Program
 from nanscope.snapshot.observation import UNMADE, UNOPENED, Observation, Phase
 from nanscope.snapshot.record import Aftermath
 from nanscope.watching.recording import Recording
 
+Place = tuple[str | None, int | None, str | None]  # file, line, operator
 _FED = UNOPENED | {UNMADE}  # of an origin of which nobody knows more, weights that are bad are reason enough
+
+
+def is_fed(program: Program, tensors: Mapping[int, Tensor]) -> bool:
+    """Is a loss given something by a model that is not finite?"""
+    return not all(bool(is_finite(tensors[leaf.id])) for leaf in program.leaves if leaf.diff and leaf.id in tensors)
 
 
 class Poisoning:
@@ -40,6 +49,7 @@ class Poisoning:
         self._looked = self._confirmed = False  # at a step since then; and it was a consequence
         self._ended = False  # a loss of theirs was not finite
         self._same = False  # as many of some weights were bad before their update as after it
+        self._places = set[Place]()  # where steps with a cause of their own went wrong, since these weights are bad
 
     @property
     def lasts(self) -> bool:
@@ -56,7 +66,8 @@ class Poisoning:
         self._bad.update(dict.fromkeys(these, bad) if bad else {})
         if not self._bad:
             self._since, self._own, self._looked, self._confirmed, self._ended = None, None, False, False, False
-        elif bad and (self._since is None or (self._own == step and self._since != step)):
+            self._places.clear()
+        elif bad and (self._since is None or (self._own == step and self._since != step and not self._same)):
             self._since, self._first, self._looked, self._confirmed, self._ended = step, step + 1, False, False, False
 
     def fine(self) -> None:
@@ -78,17 +89,20 @@ class Poisoning:
             return None
         if recording is None or recording.program is None or same:
             return self._decided(step, True)
-        fed = [recording.tensors[leaf.id] for leaf in recording.program.leaves if leaf.diff]
-        return self._decided(step, not all(bool(is_finite(tensor)) for tensor in fed))
+        return self._decided(step, is_fed(recording.program, recording.tensors))
 
-    def of(self, step: int, seen: Observation, loss: float | None = None) -> int | None:
-        """Return the step of which one that was looked at is a consequence, None if it has a cause of its own. loss: what it was."""
+    def of(self, step: int, seen: Observation, loss: float | None = None, fed: bool = False) -> int | None:
+        """Return the step of which one that was looked at is a consequence, None if it has a cause of its own. loss: what it was. fed: the
+        model has given it what is not finite."""
         own = None if self._own == step and self._found else self._own  # of weights that a step found bad its update is no cause
         if self._since is None and own is not None and seen.phase is Phase.WEIGHTS:
             self._since = self._first = own
         self._found = seen.phase is Phase.WEIGHTS
         self._looked = self._looked or self.doubtful(step)
-        found = self._decided(step, seen.phase is Phase.WEIGHTS or seen.origin.op in _FED)
+        place = seen.origin.file, seen.origin.line, seen.origin.op
+        found = self._decided(step, seen.phase is Phase.WEIGHTS or seen.origin.op in _FED or (fed and place in self._places))
+        if found is None and seen.origin.line is not None:
+            self._places.add(place)
         self._confirmed = self._confirmed or found is not None
         self._ended = self._ended or (loss is not None and not math.isfinite(loss))
         return found
