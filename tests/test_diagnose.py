@@ -267,3 +267,60 @@ def test_an_infinite_number_of_the_code_overflows_nothing(tmp_path: Path) -> Non
     (incident,) = scope.verdict.incidents
     assert incident.cause is Cause.BAD_INPUT and "gave +inf" in incident.sentence and ", +inf) = +inf" in incident.sentence
     assert "A number that the code gave is infinite" in incident.sentence and incident.fixes[0].id == "validate_config"
+
+
+def steps_of(critic: nn.Module, loss: Callable[[int], Tensor], out: Path) -> nanscope.Scope:
+    optimizer = torch.optim.SGD(critic.parameters(), 0.1)
+    with nanscope.watch(out=out) as scope:
+        for step in range(1, 5):
+            optimizer.zero_grad()
+            loss(step).backward()
+            optimizer.step()
+    return scope
+
+
+def test_a_variance_below_zero_that_a_model_came_with_is_told(tmp_path: Path) -> None:
+    """A target network that a checkpoint has left with one: its weights are finite, and so is what it is given."""
+    critic, target = (nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1)) for _ in range(2))
+    target.eval()
+
+    def loss(step: int) -> Tensor:
+        if step == 3:
+            target[0].running_var[2] = -0.5
+        with torch.no_grad():
+            wanted = target(torch.randn(8, 4))
+        return (critic(torch.randn(8, 4)) - wanted).square().mean()
+
+    first = steps_of(critic, loss, tmp_path).verdict.incidents[0]
+    assert (first.step, first.cause, first.origin.operands) == (3, Cause.SQRT_NEGATIVE, (("running_var", -0.5),))
+    assert "running_var −0.5" in first.sentence and first.origin.index == (0, 2)
+
+
+def test_of_what_a_number_is_divided_by_the_denominator_is_named(tmp_path: Path) -> None:
+    """`c / x` with a number c is the reciprocal of x to torch: that is 0, and c is not."""
+    linear, c = nn.Linear(3, 1), 1.0
+
+    def loss(step: int) -> Tensor:
+        x = torch.randn(4, 3)
+        x[1] *= step < 3
+        scale = c / x.norm(dim=1)
+        return (linear(x) * (x * scale[:, None])).mean()
+
+    first = steps_of(linear, loss, tmp_path).verdict.incidents[0]
+    assert first.origin.operands == (("x.norm(dim=1)", 0.0),)
+
+
+def test_a_number_that_the_code_writes_out_was_made_by_no_metric(tmp_path: Path) -> None:
+    """Of an earlier step, which was NaN as well when it went to the host, and read by nobody."""
+    linear = nn.Linear(3, 1)
+
+    def loss(step: int) -> Tensor:
+        advantages = torch.tensor([1.0, -1.0])
+        if step == 3:
+            advantages = advantages * float("nan")
+        result: Tensor = (advantages * linear(torch.randn(2, 3)).squeeze(-1)).mean()
+        (advantages.mean() / torch.zeros(())).item()
+        return result
+
+    first = steps_of(linear, loss, tmp_path).verdict.incidents[0]
+    assert first.origin.variable == "advantages" and first.cause is Cause.BAD_INPUT

@@ -276,7 +276,7 @@ FAMILIES: tuple[tuple[str, Callable[[str], Observation], Cause], ...] = (  # ope
     ),
     ("_softmax softmax _safe_softmax _log_softmax log_softmax", lambda op: seen(op, NAN, -INF), Cause.FULLY_MASKED_SOFTMAX),
     ("std var", lambda op: seen(op, NAN, 1.0), Cause.STD_SINGLE),
-    ("sqrt rsqrt pow", lambda op: seen(op, NAN, -1.0), Cause.SQRT_NEGATIVE),
+    ("sqrt rsqrt pow native_batch_norm", lambda op: seen(op, NAN, -1.0), Cause.SQRT_NEGATIVE),
     (
         "sqrt linalg_vector_norm norm std pow rsqrt cdist acos asin",
         lambda op: seen(op, 0.0, 0.0, phase=Phase.BACKWARD),

@@ -25,8 +25,21 @@ from nanscope.capture.sites import NOWHERE, Author, Place, above_handler, author
 from nanscope.capture.source import site_of
 from nanscope.program.calls import Arg, Call, Computes, Leaf, Ref, Site, moved_words
 from nanscope.program.local import is_plain, local, memory_of
-from nanscope.program.ops import FLOW, MASK_FREE, OVERWRITES, UNWRITTEN_FACTORIES, Flow, base_name, not_read
+from nanscope.program.numbers import at
+from nanscope.program.ops import (
+    BATCH_NORMS,
+    FLOW,
+    IN_TRAINING,
+    MASK_FREE,
+    OVERWRITES,
+    RUNNING_STATISTICS,
+    UNWRITTEN_FACTORIES,
+    Flow,
+    base_name,
+    not_read,
+)
 from nanscope.program.program import Program
+from nanscope.text import unravel
 from nanscope.torch_inside import Mode, number_of, sequence_number
 
 KEPT = 64 << 20  # bytes of operands that are kept of calls that made something non-finite
@@ -90,7 +103,8 @@ class Mark:
 class Made:
     """The call that made the harm: a program of this one call where it can be replayed, else what was seen of it.
 
-    flat: the first harmful element of its result. foreign: nothing was made, `result` came in from outside.
+    flat: the first harmful element of its result. foreign: nothing was made, `result` came in from outside. operands: what is known to be
+    to blame, where no program says it.
     """
 
     program: Program | None
@@ -101,6 +115,7 @@ class Made:
     result: Tensor
     flat: int
     foreign: bool = False
+    operands: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +290,17 @@ class Follower(Mode):
         tensors: dict[int, Tensor] = {}
         if mark.operands is not None and mark.op in FLOW:
             program, tensors = _program_of(mark, site)
-        return Made(program, tensors, mark.op, site, mark.module, mark.result, flat)
+        return Made(program, tensors, mark.op, site, mark.module, mark.result, flat, operands=_variance(mark, mark.result.shape, flat))
+
+
+def _variance(mark: Mark, shape: torch.Size, flat: int) -> tuple[tuple[str, float], ...]:
+    """The variance that a batch norm was given for the channel of an element; nothing where it computes its own."""
+    given = mark.operands or ()
+    if mark.op not in BATCH_NORMS or len(given) <= IN_TRAINING or not_read(mark.op, given) or len(shape) < 2:
+        return ()
+    variance, channel = given[RUNNING_STATISTICS[1]], unravel(flat, shape)[1]
+    known = isinstance(variance, Tensor) and is_plain(variance) and channel < variance.numel()
+    return (("running_var", at(variance, channel)),) if known else ()
 
 
 def _program_of(mark: Mark, site: Site | None) -> tuple[Program, dict[int, Tensor]]:

@@ -18,7 +18,7 @@ from nanscope.locate.names import Names
 from nanscope.locate.origin import NUMBER, Crossing, Element, Location
 from nanscope.locate.piece import row_and_token
 from nanscope.locate.trace import Trace
-from nanscope.program.calls import Call, Site, is_within
+from nanscope.program.calls import Call, Site, words_for
 from nanscope.program.local import local
 from nanscope.program.numbers import at, dtype_name, exponent_limit, headroom_bits
 from nanscope.program.ops import COMMUTATIVE, EXPONENTIALS, FILLS, IN_ORDER, LITERALS, NUMBERED, SETS, SHIFTS, SIZED
@@ -151,7 +151,7 @@ _NUMBERS = {  # and these it may write as a number
 
 def operand_name(origin: Element, position: int) -> str:
     operand = origin.operands[position]
-    words = origin.site.args if origin.site and not is_within(origin.site, origin.op) else ()
+    words = words_for(origin.op, origin.site) if origin.site else ()
     if operand.id != NUMBER and origin.given is not None and origin.op in COMMUTATIVE:
         number = _number_word(origin, words, 1)
         if operand.name in (None, number) and number in words:

@@ -132,14 +132,28 @@ _LITERAL = re.compile(r"""[-+(]*[\d.][\w.+)-]*|["'].*|None|True|False""")
 
 
 def words_of(call: Call, site: Site) -> tuple[str, ...]:
+    """Return the texts of a call's arguments in the order in which it receives them."""
+    return words_for(call.name, site)
+
+
+def words_for(name: str, site: Site) -> tuple[str, ...]:
     """Return the texts of a call's arguments in the order in which it receives them: of `alpha / x`, with a number alpha, x comes first.
+    name: of its operator.
 
     Nothing of a call that is a part of what a function of torch computes: in `F.kl_div(p, q)` the product is none of p and q.
     """
-    if is_within(site, call.name):
+    if is_within(site, name):
         return ()
-    turned = call.name in _TURNED and len(site.args) == 2 and _TURNED[call.name] not in site.expression
+    turned = name in _TURNED and len(site.args) == 2 and _TURNED[name] not in site.expression
     return site.args[::-1] if turned and not _LITERAL.fullmatch(site.args[1]) else site.args
+
+
+_NO_NUMBER = re.compile(r"""-?(float\(['"][-+]?(nan|inf|infinity)['"]\)|(math|torch|np|numpy)\.(nan|inf))""", re.IGNORECASE)
+
+
+def writes_no_number(site: Site) -> bool:
+    """Does the code write NaN or an infinity there, as `float("nan")`, and not compute it?"""
+    return any(_NO_NUMBER.fullmatch(word) for word in site.args)
 
 
 _DECORATION = re.compile(r"^_+|^(native|linalg|special|scaled_dot_product)_|_(forward|interface)$|_$")

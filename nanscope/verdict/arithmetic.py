@@ -7,7 +7,7 @@ mm(…) = +inf, a sum of products of numbers up to 3e+38 and 0.89
 
 from __future__ import annotations
 
-from nanscope.program.ops import FLOW, MEAN_LOSSES, SCALED, Flow
+from nanscope.program.ops import BATCH_NORMS, FLOW, MEAN_LOSSES, SCALED, Flow
 from nanscope.snapshot.observation import Origin
 from nanscope.text import number
 
@@ -22,6 +22,9 @@ def calculation(origin: Origin) -> str:
     if flow is Flow.MATMUL and len(origin.operands) > 1:
         left, right = (number(abs(value)) for _, value in origin.operands[-2:])
         return f"{origin.op}(…) = {result}, a sum of products of numbers up to {left} and {right}"
+    if origin.op in BATCH_NORMS:
+        ((name, value),) = origin.operands
+        return f"{origin.op}(…, {name} {number(value)}) = {result}"
     if flow is not Flow.POINTWISE or origin.op in MEAN_LOSSES or len(origin.operands) > SHOWN:
         return f"{origin.op}(…) = {result}"
     plain = SCALED.get(origin.op, SHOWN)

@@ -14,6 +14,7 @@ from nanscope.causes import Cause
 from nanscope.locate.observe import CLIPPED
 from nanscope.program.ops import (
     ALL_SOFTMAXES,
+    BATCH_NORMS,
     DIVISIONS,
     EVERYWHERE,
     EXPONENTIALS,
@@ -199,7 +200,7 @@ GROUNDS: Mapping[Cause, Grounds] = {
     Cause.EMPTY_MASK_MEAN: Grounds("a mean of nothing", _means_nothing),
     Cause.STD_SINGLE: Grounds("a deviation that is NaN", lambda o: o.origin.op in SPREADS and is_nan(o)),
     Cause.SQRT_ZERO_GRAD: Grounds("a root of 0, or next to it, or what is as steep somewhere", _is_steep),
-    Cause.SQRT_NEGATIVE: Grounds("the root of a number below 0", lambda o: o.origin.op in POWERS and o.origin.number(0) < 0),
+    Cause.SQRT_NEGATIVE: Grounds("the root of a number below 0", lambda o: o.origin.op in POWERS | BATCH_NORMS and o.origin.number(0) < 0),
     Cause.OUTSIDE_DOMAIN: Grounds("finite operands, and a result or a gradient that is not", no_number),
     Cause.CANCELLATION_SPIKE: Grounds("a denominator as small as the rounding of what it is made of", lambda o: o.facts.cancelled),
     Cause.FULLY_MASKED_SOFTMAX: Grounds("a softmax that is NaN", lambda o: o.origin.op in ALL_SOFTMAXES and is_nan(o)),

@@ -12,6 +12,7 @@ from nanscope.causes import Cause
 from nanscope.program.numbers import exponent_limit
 from nanscope.program.ops import (
     ALL_SOFTMAXES,
+    BATCH_NORMS,
     DIVISIONS,
     DIVISORS,
     DOMAINS,
@@ -118,7 +119,7 @@ RULES: tuple[Rule, ...] = (
     Rule(Phase.FORWARD, DOMAINS, lambda o: o.facts.multiplied and o.origin.shape != () and is_nan(o), Cause.NAN_TIMES_ZERO_MASK),
     Rule(None, ("logsumexp",), lambda o: not is_finite(o), Cause.INF_MINUS_INF),
     Rule(None, SPREADS, is_nan, Cause.STD_SINGLE),
-    Rule(None, POWERS, lambda o: o.origin.number(0) < 0 and is_nan(o), Cause.SQRT_NEGATIVE),
+    Rule(None, POWERS | BATCH_NORMS, lambda o: o.origin.number(0) < 0 and is_nan(o), Cause.SQRT_NEGATIVE),
     Rule(Phase.BACKWARD, None, lambda o: o.facts.leaves_half, Cause.FP16_OVERFLOW),
     Rule(Phase.BACKWARD, ("pow",), lambda o: o.origin.number(0) < 0 and is_finite(o), Cause.LOG_ZERO),  # of what is raised
     Rule(Phase.BACKWARD, STEEP, is_finite, Cause.SQRT_ZERO_GRAD),

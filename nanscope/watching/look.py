@@ -31,7 +31,7 @@ from nanscope.locate.location import came_in, is_masked, left_behind, locate, lo
 from nanscope.locate.observe import observe, observe_made, observe_returned
 from nanscope.locate.origin import Element, Location
 from nanscope.locate.trace import Trace
-from nanscope.program.calls import Computes, Leaf, Site
+from nanscope.program.calls import Computes, Leaf, Site, writes_no_number
 from nanscope.program.local import local
 from nanscope.program.numbers import at, first_nonfinite, is_finite
 from nanscope.program.program import Program
@@ -445,7 +445,8 @@ def made_look(made: Made) -> Look:
             look = walked(made.program, made.tensors)
             if look is not None:
                 return look
-    return only_seen(observe_made(made.op, made.result, made.flat, made.site, made.module, Phase.FORWARD))
+    seen = observe_made(made.op, made.result, made.flat, made.site, made.module, Phase.FORWARD)
+    return only_seen(replace(seen, origin=replace(seen.origin, operands=made.operands)))
 
 
 def only_seen(observed: Observation) -> Look:
@@ -651,6 +652,8 @@ def _of_number(recording: Recording, trace: Trace, location: Location) -> Look |
     """Of a NaN that the code gave as a number, or made a tensor of: what made the last that went to the host; None if it is none, or none
     did."""
     origin = location.origin
+    if origin.site is not None and writes_no_number(origin.site):
+        return None  # it came from nowhere
     written = origin.leaf is not None and math.isnan(origin.value) and _is_written_out(trace.program, origin)
     return number_look(recording.numbers, Computes.ACTIVATION) if written or origin.given is not None else None
 
