@@ -124,7 +124,11 @@ CAUSES: dict[Cause, CauseInfo] = {
     Cause.FP16_OVERFLOW: CauseInfo(
         "a value leaves the range of half precision (65504)", ("upcast_fp32",), ("a gradient leaves the range of half precision (65504)",)
     ),
-    Cause.EPS_UNDERFLOW: CauseInfo("an epsilon too small for the dtype rounds to 0", ("upcast_fp32", "representable_eps")),
+    Cause.EPS_UNDERFLOW: CauseInfo(
+        "an epsilon too small for the dtype rounds to 0",
+        ("upcast_fp32", "representable_eps"),
+        ("the epsilon of the optimizer is 0, or rounds to it",),
+    ),
     Cause.MAGNITUDE_OVERFLOW: CauseInfo(
         "a huge finite value is squared or summed beyond the dtype's range",
         ("clamp_input", "stable_function"),

@@ -601,3 +601,31 @@ def test_an_average_of_the_weights_that_goes_bad_is_told(tmp_path: Path) -> None
                 average(torch.ones(2, 4))
     incident = scope.verdict.incidents[0]
     assert incident.origin.operands[-1][1] == 0 and "of a Linear that ran without gradient" in incident.sentence, incident.sentence
+
+
+def test_what_nobody_trains_and_came_bad_is_no_harm_in_the_hands_of_an_optimizer(tmp_path: Path) -> None:
+    """A slot that is not used: all parameters of a model were given to its optimizer."""
+    model = nn.Linear(3, 1)
+    model.spare = nn.Parameter(torch.full((2,), math.nan), requires_grad=False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with nanscope.watch(out=tmp_path) as scope:
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.randn(4, 3)).mean().backward()
+            optimizer.step()
+    assert scope.verdict.healthy
+
+
+def test_what_nobody_trains_and_goes_bad_is_told_though_an_optimizer_has_it(tmp_path: Path) -> None:
+    model = nn.Linear(3, 1)
+    model.spare = nn.Parameter(torch.ones(2), requires_grad=False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with nanscope.watch(out=tmp_path) as scope:
+        for step in range(4):
+            optimizer.zero_grad()
+            model(torch.randn(4, 3)).mean().backward()
+            optimizer.step()
+            if step == 1:
+                with torch.no_grad():
+                    model.spare.mul_(math.nan)
+    assert "spare" in scope.verdict.incidents[0].sentence

@@ -14,6 +14,7 @@ from torch import nn
 
 import nanscope
 from nanscope.capture.update import update_again
+from nanscope.causes import Cause
 from nanscope.verdict.diagnose import diagnose
 
 
@@ -387,3 +388,15 @@ def test_of_an_update_that_does_not_come_out_again_no_formula_is_made_up(tmp_pat
     assert "the update of Restores made weight" in incident.sentence, incident.sentence
     assert (incident.origin.op, incident.origin.line) == ("unknown", line)
     assert any(note.slug == "not_run_again" and "came out finite" in note.text for note in incident.notes), incident.notes
+
+
+def test_an_epsilon_of_zero_is_named(tmp_path: Path) -> None:
+    """Of a row that no loss has read the gradient is 0, and so is the average of its squares."""
+    embedding = nn.Embedding(6, 4)
+    optimizer = torch.optim.Adam(embedding.parameters(), eps=0.0)
+    with nanscope.watch(out=tmp_path) as scope:
+        embedding(torch.tensor([1, 2])).square().mean().backward()
+        optimizer.step()
+    (incident,) = scope.verdict.incidents
+    assert incident.cause is Cause.EPS_UNDERFLOW and incident.fixes[0].id == "representable_eps"
+    assert "The epsilon of the optimizer is 0" in incident.sentence and "1e-08 as epsilon" in incident.fixes[0].label

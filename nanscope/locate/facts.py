@@ -380,10 +380,12 @@ _SIGNS = frozenset({"neg"})
 def vanishing_eps(trace: Trace, index: int) -> dict[tuple[int, int], float]:
     """Return the numbers of the code, on the way into a call, that the dtype they meet cannot hold.
 
-    An epsilon that rounds to 0, or a bound next to 1 that rounds to 1: (call, argument) → what to write there instead.
+    An epsilon that rounds to 0, or an optimizer's that is 0, or a bound next to 1 that rounds to 1: (call, argument) → what to write there
+    instead.
     """
     program, values, producers = trace.program, trace.values, trace.program.producers
     found: dict[tuple[int, int], float] = {}
+    of_update = program.computes is Computes.UPDATE and program.calls[index].name == "addcdiv"  # an optimizer adds its epsilon, be it 0
     stack, seen = [(index, 0)], set[int]()
     while stack:
         current, depth = stack.pop()
@@ -396,7 +398,7 @@ def vanishing_eps(trace: Trace, index: int) -> dict[tuple[int, int], float]:
             for position, arg in enumerate(call.args):
                 if isinstance(arg, float) and math.isfinite(arg):
                     held = float(torch.tensor(arg, dtype=dtype))
-                    if arg != 0 and held == 0:
+                    if held == 0 and (arg != 0 or of_update):
                         found[(current, position)] = math.copysign(smallest(dtype), arg)
                     elif abs(arg) != 1 and abs(held) == 1:
                         found[(current, position)] = math.copysign(1 + math.copysign(torch.finfo(dtype).eps, abs(arg) - 1), arg)

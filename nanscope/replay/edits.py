@@ -300,7 +300,7 @@ def representable_eps(patch: Patch) -> Variant | None:
         calls[index] = replace(calls[index], args=args)
     (index, position), number = next(iter(found.items()))
     was = patch.program.calls[index].args[position]
-    label = f"{number:.4g} instead of {was:.4g}, which {patch.origin.dtype} cannot hold"
+    label = f"{number:.4g} instead of {was:.4g}, which {patch.origin.dtype} cannot hold" if was else f"{number:.4g} as epsilon, not 0"
     return Variant("representable_eps", label, replace(patch.program, calls=tuple(calls)), patch.tensors)
 
 

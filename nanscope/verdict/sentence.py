@@ -120,6 +120,7 @@ _VARIETIES: dict[Cause, tuple[Callable[[Observation], bool], ...]] = {
     ),
     Cause.INF_TIMES_ZERO_COEF: (lambda seen: seen.facts.number,),
     Cause.FP16_OVERFLOW: (lambda seen: seen.facts.leaves_half,),
+    Cause.EPS_UNDERFLOW: (lambda seen: seen.phase is Phase.OPTIMIZER,),
 }
 
 

@@ -130,8 +130,12 @@ class Remains:
                 self._came.setdefault(id(weight), AsItCame(weakref.ref(weight), step))
 
     def but_masks(self, weights: Sequence[Tensor]) -> list[Tensor]:
-        """Leave out those that hold as many infinities as when they were first seen, and no NaN: a bias of −inf forbids a token."""
-        return [one for one in weights if not self._is_mask(one)]
+        """Leave out those that hold as many infinities as when they were first seen, and no NaN: a bias of −inf forbids a token. And what
+        an optimizer was given, and nobody trains, if it did not come finite."""
+        return [one for one in weights if not (self._is_mask(one) or self._came_so(one))]
+
+    def _came_so(self, weight: Tensor) -> bool:
+        return not (weight.requires_grad or self._came_finite(weight)) and weight.grad is None
 
     def _is_mask(self, weight: Tensor) -> bool:
         came = self._as_it_came(weight)
