@@ -127,7 +127,7 @@ CAUSES: dict[Cause, CauseInfo] = {
     Cause.EPS_UNDERFLOW: CauseInfo(
         "an epsilon too small for the dtype rounds to 0",
         ("upcast_fp32", "representable_eps"),
-        ("the epsilon of the optimizer is 0, or rounds to it",),
+        ("the epsilon of the optimizer is 0, or too small for the dtype",),
     ),
     Cause.MAGNITUDE_OVERFLOW: CauseInfo(
         "a huge finite value is squared or summed beyond the dtype's range",

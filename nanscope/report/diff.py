@@ -19,8 +19,8 @@ from nanscope.snapshot.observation import Diff
 from nanscope.verdict.incident import Fix, Incident
 
 TAB = 4
-NO_DIFF = "which cannot be written at one place; the next best can"
-NO_DIFF_AT_ALL = "no diff of this place"
+NO_DIFF = "no diff, since it changes more than one place; the next best has one"
+NO_DIFF_AT_ALL = "no diff of it"
 HOMES = ("home", "Users")  # in which there is a folder a person
 
 

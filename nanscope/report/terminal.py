@@ -102,10 +102,10 @@ def incident_shown(incident: Incident, next_verb: str = "replay") -> RenderableT
     best = best_of(incident)
     if (fix := written_fix(incident)) is not None:
         if best is not None and best is not fix:
-            parts += [Text(""), Text.assemble(("  best    ", QUIET), clean(best.label), (f"   {clean(best.id)}, {NO_DIFF}", QUIET))]
+            parts += [Text(""), _named("best", best, NO_DIFF)]
         parts += [Text(""), *_diff(fix)]
     elif best is not None:
-        parts += [Text(""), Text.assemble(("  fix     ", QUIET), clean(best.label), (f"   {clean(best.id)}, {NO_DIFF_AT_ALL}", QUIET))]
+        parts += [Text(""), _named("fix", best, NO_DIFF_AT_ALL)]
     elif (fix := unmeasured_fix(incident)) is not None:
         parts += [Text(""), *_diff(fix, f", {unmeasured(incident)}")]
     if incident.rows:
@@ -119,6 +119,13 @@ def incident_shown(incident: Incident, next_verb: str = "replay") -> RenderableT
         proposed.append(Command(f"nanscope explain {incident.cause}", lead="  why   "))
     parts += [Text(""), *proposed] if proposed else []
     return Group(*parts)
+
+
+def _named(lead: str, fix: Fix, why: str) -> RenderableType:
+    """A fix that is not written out. why: it is not."""
+    shown = pairs()
+    shown.add_row(lead.ljust(6), Text.assemble((f"{clean(fix.id)}: ", STRONG), clean(fix.label), (f" ({why})", QUIET)))
+    return Padding(shown, (0, 2))
 
 
 def _diff(fix: Fix, proof: str = "") -> Iterator[RenderableType]:
