@@ -324,3 +324,21 @@ def test_a_number_that_the_code_writes_out_was_made_by_no_metric(tmp_path: Path)
 
     first = steps_of(linear, loss, tmp_path).verdict.incidents[0]
     assert first.origin.variable == "advantages" and first.cause is Cause.BAD_INPUT
+
+
+def test_what_is_put_into_a_view_is_called_what_the_view_is(tmp_path: Path) -> None:
+    """Which torch writes to as the memory that it is a view of."""
+    policy = nn.Linear(3, 5)
+
+    def loss(step: int) -> Tensor:
+        states, actions = torch.randn(4, 2, 3), torch.randint(5, (4, 2, 1))
+        log_probs = torch.log_softmax(policy(states), -1).gather(-1, actions).squeeze(-1)
+        with torch.no_grad():
+            behaviour = torch.log_softmax(policy(states), -1).gather(-1, actions).squeeze(-1)
+        if step == 3:
+            behaviour[2, 1] = -math.inf
+        return -torch.minimum(torch.exp(log_probs - behaviour) * torch.zeros(4, 1), log_probs).mean()
+
+    first = steps_of(policy, loss, tmp_path).verdict.incidents[0]
+    assert (first.step, first.origin.variable, first.origin.index) == (3, "behaviour", (2, 1))
+    assert "behaviour was set to −inf" in first.sentence

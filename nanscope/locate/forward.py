@@ -29,6 +29,7 @@ from nanscope.program.ops import (
     LITERALS,
     MASK_ARITHMETIC,
     MASK_FREE,
+    MOVES_OF_WRITES,
     SETS,
     SHRINKING,
     SPREADS,
@@ -482,7 +483,10 @@ def _last_write(trace: Trace, path: Sequence[Spot], depth: int) -> int:
 def _is_written_to(trace: Trace, value: int, written: int) -> bool:
     """Is it the copy of what a tensor was before a write to a part of it, and nobody's copy else?"""
     made, write = trace.program.maker(value), trace.program.maker(written)
-    return made is not None and write is not None and made.name == "clone" and write.name in SETS and made.site == write.site
+    if made is None or write is None or made.name != "clone" or made.site != write.site:
+        return False
+    before = trace.program.maker(next(made.inputs()))  # of a view, whose memory lies otherwise once more when it is written to
+    return write.name in SETS or (write.name in MOVES_OF_WRITES and before is not None and before.site == made.site)
 
 
 def _is_write(trace: Trace, value: int) -> bool:
