@@ -16,7 +16,6 @@ from torch.nn import Parameter
 
 from nanscope.capture import raw
 from nanscope.capture.entries import tensors_of
-from nanscope.capture.log import LITERAL
 from nanscope.capture.raw import EACH, Raw, joins_batch
 from nanscope.torch_inside import writes_counted
 
@@ -58,8 +57,6 @@ class Passage:
             shared = operator.view and not operator.mutable  # a view counts with its base, when its call is over
             for at, item in enumerate(results):
                 codes[id(item)] = first + at, seen[raw.WRITES] if shared else made[at * EACH + raw.WRITES]
-            if operator.name == LITERAL and _lies(args[0]) in self._places:
-                self._places[_lies(args[0])] = first
         else:
             for item, writes in zip(results, made[::EACH], strict=True):
                 self._of_nothing[first] = None
@@ -109,9 +106,11 @@ class Passage:
         return None if known is None else known[0]
 
     def first(self, tensor: Tensor) -> Code | None:
-        """Return where a tensor stood first: as what comes from outside, though a call may have handed it on."""
+        """Return where a tensor stood first: as what comes from outside, though a call may have handed it on; or another one of the same
+        memory, as numpy's is each time that it is an index."""
         outer = next((-1 - number for number, one in enumerate(self.outer) if one is tensor), None)
-        return self.code(tensor) if outer is None else outer
+        known = self.code(tensor) if outer is None else outer
+        return self._places.get(_lies(tensor)) if known is None and not tensor.requires_grad else known
 
     def tensor(self, code: Code) -> Tensor:
         """Return what stands there."""

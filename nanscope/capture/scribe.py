@@ -72,6 +72,8 @@ class Scribe:
         if note.operator.mutable and not note.results:
             self._after_write(note.operator, noted, None, note.args, None)
             return
+        if note.operator.name == LITERAL:
+            noted = self._handed_on_before(noted)
         if note.destroyed is not None and note.results[0].data_ptr() != note.made[raw.ADDRESS]:
             self._known.supersede(note.made[raw.ADDRESS])  # it lies somewhere else by now, and nobody has what was made
             return
@@ -88,6 +90,15 @@ class Scribe:
             self._after_call(note.operator, noted, note.results)  # else one is other memory by now, and nobody has what was made
             if note.operator.view and note.seen and _has_missed_a_write(note):
                 self._known.unfind(note.results)
+
+    def _handed_on_before(self, noted: Noted) -> Noted:
+        """Of numpy's memory, which is made a tensor anew each time that it is an index: what it was when it was handed on first, and not
+        what that gave, which has no part in this."""
+        entry = self._log.entries.get(self._known.made_by.get(self._log.read[0], -1)) if self._log.read else None
+        if entry is None or base_name(entry.op) != LITERAL:
+            return noted
+        self._log.read[0] = next(iter(entry.reads()))
+        return entry.args, noted[1]
 
     def _was(self, arg: Any, seen: Iterator[Seen]) -> Arg:
         """What an argument was when the call was made."""
