@@ -315,3 +315,37 @@ def test_a_write_whose_arguments_may_not_wait_does_not_either(source: Tensor) ->
     assert value is not None
     program, tensors = tape.program(value)
     assert torch.equal(program.execute(tensors, backward=False).values[program.output], torch.full((3,), 4.5))
+
+
+class Explores(Loop):
+    """Noise is written into what the target network has returned, and the next loss reads that. Of step 9 it is bad."""
+
+    action = torch.zeros(5, 1)
+
+    def more(self, step: int) -> Tensor:
+        return 1e-3 * (self.critic(torch.ones(5, 6)) * self.action).mean()
+
+    def update(self, step: int) -> None:
+        super().update(step)
+        with torch.no_grad():
+            self.action = self.target(torch.ones(5, 6))
+            self.action += torch.randn(5, 1).mul(0.1) if step != 9 else torch.tensor(-0.1).log()
+            self.action.clamp_(-2.0, 2.0)
+
+
+def test_noise_that_is_written_into_what_a_model_has_returned_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numbered: list[int]
+) -> None:
+    waited = Explores(as_sb3).watched(tmp_path / "waited")
+    assert len(numbered) >= 5 and numbered[4] == numbered[0]  # nothing was understood in these steps
+    assert "log" in waited.verdict.incidents[0].sentence and waited.verdict.incidents[0].step == 10
+    monkeypatch.setattr(Trailing, "copy_of", lambda *args: None)
+    understood = Explores(as_sb3).watched(tmp_path / "understood")
+    assert told(waited) == told(understood) and contents(waited) == contents(understood)
+
+
+def test_a_run_in_which_such_writes_wait_is_the_same_to_the_bit(tmp_path: Path) -> None:
+    alone, seen = Explores(as_sb3), Explores(as_sb3)
+    alone.run()
+    seen.watched(tmp_path)
+    assert all(torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0)) for one, other in zip(alone.weights(), seen.weights(), strict=True))

@@ -34,16 +34,17 @@ class Chains:
     def __init__(self, notes: Notes, known: Values, log: Log, rows: Rows) -> None:
         self._notes, self._known, self._log, self._rows = notes, known, log, rows
 
-    def of(self, tensors: Iterable[Tensor], since: int) -> tuple[Chain, ...] | None:
+    def of(self, tensors: Iterable[Tensor], since: int, whole: bool) -> tuple[Chain, ...] | None:
         """Return the calls that each of some tensors came of and none before it, nothing where it comes from outside as far as is known;
         None where that cannot be told, or where some of them are not written down.
 
-        since: calls are left out that have made a value with that number, or a higher one.
+        since: calls are left out that have made a value with that number, or a higher one. whole: the stretch that these come into begins
+        with what is left of the step before.
         """
         found: list[Chain] = []
         seen, waiting = set[int](), set[int]()
         for tensor in tensors:
-            behind = self._waiting(tensor, waiting)
+            behind = self._waiting(tensor, waiting, whole)
             if behind is None:
                 return None
             chain, outer = behind
@@ -68,7 +69,7 @@ class Chains:
                 way += tensors_of(made.args)
         return False
 
-    def _waiting(self, tensor: Tensor, seen: set[int]) -> tuple[Chain, list[Tensor]] | None:
+    def _waiting(self, tensor: Tensor, seen: set[int], whole: bool) -> tuple[Chain, list[Tensor]] | None:
         """Return the calls that wait and that a tensor came of, and what they have read that none of them has made; None if that cannot be
         told, or it has a gradient. seen: calls that were gone through before."""
         found, outer, way = set[Place](), list[Tensor](), [tensor]
@@ -83,9 +84,10 @@ class Chains:
             elif one.requires_grad or len(found) > LONG:
                 return None
             elif identity(made) not in seen:
-                seen.add(identity(made))
-                found.add(made.place)
-                way += tensors_of(made.args)
+                for call in self._notes.makers(one, whole) if made.operator.mutable else (made,):
+                    seen.add(identity(call))
+                    found.add(call.place)
+                    way += (arg for arg in tensors_of(call.args) if arg is not one)
             elif one is tensor:
                 return BEFORE, []
         return frozenset(found), outer

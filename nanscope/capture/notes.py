@@ -182,6 +182,19 @@ class Notes:
         made = self.pending[number : number + 1] if number != NOBODY else ()  # or nothing, where another thread has just taken them
         return RawCall._make(made[0]) if made else None
 
+    def makers(self, tensor: Tensor, whole: bool) -> list[RawCall]:
+        """Return the calls that wait and have made a tensor, and have written to it since, the last first; none of the running stretch.
+        whole: and of what is left of the step before."""
+        number, found = self._makers.number_of(tensor, self.pending), list[RawCall]()
+        pending = self.pending[: min(number + 1, self._whole if whole else self._start)] if number != NOBODY else []
+        while pending:
+            call = pending.pop()
+            if type(call) is tuple and any(item is tensor for item in call[raw.RESULTS] if call[raw.SEEN]):
+                found.append(RawCall._make(call))
+                if not call[raw.OPERATOR].mutable:
+                    break
+        return found
+
     def own(self, tensor: object) -> bool:
         """Do only calls that wait know the memory of a tensor, which can make it again? Then a write to it may wait as well."""
         made = self.maker(tensor) if type(tensor) is Tensor else None

@@ -1,8 +1,8 @@
 """How a stretch of calls hangs together: what a step has in common with those before it that compute the same.
 
 A training loop makes the same calls at the same lines in step after step, on other tensors. What tells two such stretches apart is which
-operator is called where, with what whole numbers, and which tensor it is given: that of which earlier call, or the how-many-eth from
-outside. A fraction may be another one in each step: a coefficient that is annealed, or that a controller sets.
+operator is called where, along which dimensions, and which tensor it is given: that of which earlier call, or the how-many-eth from
+outside. Other numbers may be others in each step: a coefficient that is annealed, or that a controller sets, and the length of a batch.
 """
 
 from __future__ import annotations
@@ -17,10 +17,14 @@ from torch.nn import Parameter
 from nanscope.capture import raw
 from nanscope.capture.entries import tensors_of
 from nanscope.capture.raw import EACH, Raw, joins_batch
+from nanscope.program.ops import sizes_of
 from nanscope.torch_inside import writes_counted
 
 STRIDE = 1 << 10  # of one call, at most
 LIST = "["  # begins what is a list among arguments; its length follows
+
+NUMBERS = frozenset((int, float))
+ALL, NONE = range(64), range(0)  # dimensions
 
 Code = int  # of a tensor in a stretch: call × STRIDE + result; from −1 down, those that come from outside, in order
 
@@ -50,7 +54,7 @@ class Passage:
             raise Unlike
         read: list[int] = []
         others: list[Any] = []
-        self._tell(args, seen, read, others)
+        self._tell(args, seen, read, others, sizes_of(operator.name))
         self._read.append(read)
         codes, first = self._codes, number * STRIDE
         if seen:
@@ -63,13 +67,13 @@ class Passage:
                 if not item.handle.gone():
                     codes[item.identity] = first, writes
                 first += 1
-        named = tuple((name, float if type(value) is float else value) for name, value in kwargs.items()) if kwargs else ()
+        named = tuple((name, float if type(value) in NUMBERS else value) for name, value in kwargs.items()) if kwargs else ()
         return operator.overload, tuple(read), tuple(others), id(code), lasti, grad, module, len(results), named
 
-    def _tell(self, args: Sequence[Any], seen: Sequence[Any], read: list[int], others: list[Any]) -> None:
-        """Take arguments apart: tensors, and whatever else."""
+    def _tell(self, args: Sequence[Any], seen: Sequence[Any], read: list[int], others: list[Any], sizes: Container[int]) -> None:
+        """Take arguments apart: tensors, and whatever else. sizes: which of them are whole numbers that may be others."""
         codes, of_nothing = self._codes, self._of_nothing
-        for arg in args:
+        for place, arg in enumerate(args):
             kind = type(arg)
             if kind is Tensor or kind is Parameter:
                 at = len(read) * EACH
@@ -84,9 +88,9 @@ class Passage:
                 read.append(known[0] * 2 + wanted)
             elif kind is list or kind is tuple:
                 others += LIST, len(arg)
-                self._tell(arg, seen, read, others)
+                self._tell(arg, seen, read, others, ALL if place in sizes else NONE)
             else:
-                others.append(float if kind is float else arg)
+                others.append(float if kind is float or (kind is int and place in sizes) else arg)
 
     def _from_outside(self, tensor: Tensor, version: int, wanted: bool) -> Code:
         """Return where a tensor stands that no call here has made: it may be another name of one that does."""

@@ -154,11 +154,21 @@ class Tape:
         """A call is about to write to one tensor: return what it destroys that nobody could make again; None if it may not wait."""
         with self._lock:
             if not operator.gives and self.notes.own(args[0]):
-                return () if self.notes.can_wait(args, kwargs, operator.lasting) else None
+                made = self.notes.maker(args[0])
+                if made is None or made.destroyed is None:
+                    return () if self.notes.can_wait(args, kwargs, operator.lasting) else None
+                content = self.trailing.copy_of(operator, args, kwargs)  # as of the write before
+                return None if content is None else (content,)
             content = self.trailing.destroyed(operator, args, kwargs)
             if content is None:
                 content = self.rows.destroyed(operator, args, kwargs)
+            if content is None and self._knows_nothing_of(args[0]):
+                content = self.trailing.copy_of(operator, args, kwargs)
             return None if content is None else (content,)
+
+    def _knows_nothing_of(self, tensor: object) -> bool:
+        """Has nobody that is seen read or made a tensor, nor anything in its memory? So it is with what a model has returned."""
+        return type(tensor) is Tensor and is_plain(tensor) and memory_of(tensor) not in self._known.by_storage and self.notes.is_new(tensor)
 
     def note(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, destroyed: Tensor | None = None) -> None:
         """Write down a call that was made, as it came if it can wait to be understood. destroyed: a copy of that, see `may_write`."""

@@ -66,19 +66,31 @@ class Trailing:
 
     def destroyed(self, operator: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
         """Return a copy of what a call is about to destroy that may wait for that, None if it may not."""
+        target = self._target(operator, args, kwargs)
+        if target is None or target.data_ptr() not in self._memory() or not self._may_wait(operator, args, kwargs):
+            return None
+        if not self._is_apart(target):
+            return None
+        self._writes.leave_behind(target.data_ptr())
+        return target.detach().clone()
+
+    def copy_of(self, operator: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+        """Return the same of a call that is about to write to what nobody knows."""
+        target = self._target(operator, args, kwargs)
+        may_wait = target is not None and not operator.gives and self._may_wait(operator, args, kwargs)
+        return target.detach().clone() if target is not None and may_wait else None
+
+    def _target(self, operator: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+        """What a call writes to, None if that is not all of some light memory, or a gradient goes through it."""
         target = kwargs.get("out") if operator.gives else args[0] if args else None
         if operator.turns or not _is_whole(target) or target.nbytes > LIGHT:
             return None
         read = tensors_of(args)
-        if not read or (torch.is_grad_enabled() and any(one.requires_grad for one in (target, *read))):
-            return None
-        start = target.data_ptr()
-        if start not in self._memory() or not self._notes.can_wait(args, besides_out(kwargs), operator.lasting):
-            return None
-        if not self._is_apart(target):
-            return None
-        self._writes.leave_behind(start)
-        return target.detach().clone()
+        through = torch.is_grad_enabled() and any(one.requires_grad for one in (target, *read))
+        return target if read and not through else None
+
+    def _may_wait(self, operator: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        return self._notes.can_wait(args, besides_out(kwargs), operator.lasting)
 
     def written(self, known: Values) -> list[int]:
         """Return what these weights are, where calls have written it to them which are understood."""

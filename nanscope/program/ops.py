@@ -309,6 +309,21 @@ HISTORY_ENDS = _family("detach") | {name for name, flow in FLOW.items() if flow 
 SCORE_KEEPERS = SHIFTS | SUMS | SPREADS | _family("abs amax amin clamp clamp_min div log log1p max min mul sort sqrt topk where")
 
 
+_SIZES = {  # which arguments say how many elements, or which: others say along which dimension
+    **dict.fromkeys(_family("_unsafe_view constant_pad_nd expand repeat reshape split split_with_sizes view"), (1,)),
+    **dict.fromkeys(_family("narrow slice"), (2, 3)),
+    **dict.fromkeys(_family("select"), (2,)),
+}
+_EVERY = range(8)
+
+
+@lru_cache(maxsize=4096)  # asked of every call
+def sizes_of(name: str) -> Sequence[int]:
+    """Return which arguments of an operator are numbers that may be others in each step of a loop, as its batches have other lengths."""
+    by_number = FLOW.get(name.rstrip("_")) in (Flow.POINTWISE, Flow.CREATE)
+    return _EVERY if by_number else _SIZES.get(name, ())
+
+
 @lru_cache(maxsize=1024)  # asked at every turn of every walk
 def base_name(op: str) -> str:
     """Return the bare operator name: `aten.exp.default` is `exp`."""

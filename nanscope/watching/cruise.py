@@ -122,7 +122,7 @@ class Cruise:
         if not known.dialled.is_all(self._tape.beside):
             return None
         leaves = [stretch.tensor(code) for code in known.leaves]
-        origins = self._tape.chains.of(_outer(known.leaves, leaves), self._numbered)
+        origins = self._tape.chains.of(_outer(known.leaves, leaves), self._numbered, stretch.whole)
         if origins != known.origins or any(map(stretch.was_written_to, known.leaves, leaves)):
             return None
         held = _held(stretch, known)  # before anybody here holds more
@@ -191,7 +191,7 @@ class Cruise:
         behind = stretch.behind(root, ends)
         leaves = tuple(code for code in sorted(behind) if code < 0 or code in ends)
         made = tuple(sorted({code // STRIDE for code in behind.difference(leaves)}))
-        origins = self._tape.chains.of(_outer(leaves, map(stretch.tensor, leaves)), self._tape.begun[stretch.whole])
+        origins = self._tape.chains.of(_outer(leaves, map(stretch.tensor, leaves)), self._tape.begun[stretch.whole], stretch.whole)
         once = stretch.once(made)
         own = list(zip(program.calls[-len(once) :], once, strict=False))
         if origins is None or len(own) < len(once) or not all(call.op in stretch.calls[number][raw.OPERATOR].forms for call, number in own):
