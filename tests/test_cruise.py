@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from seen import told
@@ -514,11 +515,53 @@ class Dropped(Loop):
                 self.optimizer.step()
 
 
+class PicksByNumpy(Loop):
+    """An index of numpy's picks what the model is given, and what the loss reads."""
+
+    def given(self) -> Tensor:
+        self.picked = np.random.default_rng(self.step).permutation(ROWS)
+        return self.seen[self.picked]
+
+    def loss(self) -> Tensor:
+        log_probs, values = self.policy(self.given())
+        old = self.old * (-1e4 if self.is_bad else 1.0)
+        ratio = torch.exp(log_probs - old[self.picked])
+        weighed: Tensor = ratio * self.advantages[self.picked] + (values - self.returns[self.picked]) ** 2
+        return (weighed * self.mask[self.picked]).mean()
+
+
+class OfOtherLengths(Loop):
+    """As long as the longest answer of each step is."""
+
+    def loss(self) -> Tensor:
+        log_probs, values = self.policy(self.seen)
+        longest = 3 + self.step % 4
+        ratio = torch.exp(log_probs[:, :longest] * (1e4 if self.is_bad else 1.0) - self.old[:, :longest])
+        weighed = (ratio * self.advantages[:, :longest]).reshape(ROWS * longest) + values[:, -longest:].reshape(-1)
+        return (weighed.view(ROWS, longest) * self.mask[:, :longest]).mean()
+
+
+class Sampled(Loop):
+    """Of a list of tensors that is added to in each step: some of them, and others each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = [(torch.randn(TOKENS, WIDTH), torch.zeros(TOKENS)) for _ in range(2 * ROWS)]
+
+    def loss(self) -> Tensor:
+        for seen, target in self.memory[-2:]:
+            self.memory.append((0.9 * seen + 0.1, torch.log(target - 1.0) if self.is_bad else target + 0.1))
+        picked = np.random.default_rng(self.step).permutation(len(self.memory) - 2)[: 2 * ROWS].tolist()
+        states, targets = (torch.stack(of) for of in zip(*[self.memory[at] for at in picked], self.memory[-1], strict=True))
+        log_probs, values = self.policy(states)
+        return ((values - targets) ** 2 + log_probs).mean()
+
+
 LOOPS: tuple[type[Loop], ...] = (
     Loop, BadBatch, MaskedOverflow, BadGradient, BadUpdate, BadState, Spoilt, SpoiltWeight, BadNorm, Spike, PassedOver, Accumulated,
     AccumulatedLate, Normalised, CarriedOn, Annealed, AnnealedAway, ScaledAtLast, RunningUp, SeveralModels, SeveralOptimizers,
     OneLossOfTwoOptimizers, KeepsItsNumbers, OfATemporary, Drawn, Prepared, PreparedForSeveral, PreparedInParts, KeptForSeveral, Bounded, ScaledInPlace, OfArrays,
-    Remembers, RemembersTheLoss, RemembersArrays, RollsOut, Raises, Dropped,
+    Remembers, RemembersTheLoss, RemembersArrays, RollsOut, Raises, Dropped, PicksByNumpy, OfOtherLengths, Sampled,
     Recursive, Evaluates, Simulates,
 )  # fmt: skip
 UNSTEADY = (CarriedOn, SeveralModels, Normalised, KeepsItsNumbers)  # whose steps need not be recognised
