@@ -16,6 +16,7 @@ import nanscope
 from nanscope.capture.update import update_again
 from nanscope.causes import Cause
 from nanscope.verdict.diagnose import diagnose
+from nanscope.watching.rates import Rates
 
 
 class Masters(torch.optim.SGD):
@@ -400,3 +401,31 @@ def test_an_epsilon_of_zero_is_named(tmp_path: Path) -> None:
     (incident,) = scope.verdict.incidents
     assert incident.cause is Cause.EPS_UNDERFLOW and incident.fixes[0].id == "representable_eps"
     assert "The epsilon of the optimizer is 0" in incident.sentence and "1e-08 as epsilon" in incident.fixes[0].label
+
+
+def test_a_learning_rate_that_has_just_jumped_is_told_of_a_loss_that_runs_away(tmp_path: Path) -> None:
+    critic = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 1))
+    optimizer = torch.optim.SGD(critic.parameters(), lr=0.01)
+    seen = torch.randn(32, 4)
+    with nanscope.watch(out=tmp_path) as scope:
+        for step in range(1, 15):
+            if step == 9:
+                optimizer.param_groups[0]["lr"] = 10.0
+            loss = (critic(seen).squeeze(-1) - 30 * seen.sum(1)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    told = [note.text for incident in scope.verdict.incidents for note in incident.notes if note.slug == "rate_jumped"]
+    assert told and set(told) == {"the learning rate went from 0.01 to 10 in step 9"}
+
+
+def test_a_warmup_is_no_jump() -> None:
+    weight = nn.Parameter(torch.zeros(()))
+    optimizer, rates = torch.optim.SGD([weight], lr=0.0), Rates()
+    for step, rate in enumerate([0.0, 1e-6, 2e-6, 3e-6, 2.5e-6], 1):
+        optimizer.param_groups[0]["lr"] = rate
+        rates.stepped([optimizer], step)
+        assert not rates.in_words(step)
+    optimizer.param_groups[0]["lr"] = 1e-3
+    rates.stepped([optimizer], 6)
+    assert [bool(rates.in_words(step)) for step in (5, 6, 22, 23)] == [False, True, True, False]

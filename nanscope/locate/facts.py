@@ -247,6 +247,9 @@ def extent_of(bad: Tensor, index: tuple[int, ...]) -> str:
     row = bad[index[0]] if len(index) > 1 else bad
     if len(index) > 1 and bool(row.all()) and count == row.numel():
         return f"the whole row {index[0]}"
+    column = bad[..., index[-1]] if len(index) > 1 else bad
+    if column.numel() > 1 and bool(column.all()) and count == column.numel():
+        return f"the whole column {index[-1]}"
     return f"{count} of {bad.numel()} elements"
 
 

@@ -539,6 +539,7 @@ class Examiner:
             notes += [("repeated_tokens", words) for words in [repeated_tokens(*tokens)] if words]
         if look.location is not None and look.location.phase in (Phase.FORWARD, Phase.BACKWARD):
             notes += [("huge_weights", words) for words in [huge_weights(self.modules.weights(), self.optimizers)] if words]
+            notes += [("rate_jumped", words) for words in [self.optimizers.rates.in_words(snapshot.step)] if words]
         was_cut = look.location is not None and look.location.origin.op == "cut"
         if was_cut or (not look.program.calls and self.tape.account.short):
             notes.append(("not_kept", self._too_large()))

@@ -11,16 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from nanscope.text import number
+from nanscope.watching.rates import Rates
 
 
 class Optimizers:
     """Those that were seen to step, with what tells them apart. any: there was one, though it may be gone.
 
-    spoilt: what is updated by those whose last update left something that is not finite, by id.
+    spoilt: what is updated by those whose last update left something that is not finite, by id. rates: how fast they learn.
     """
 
     def __init__(self) -> None:
-        self.any = False
+        self.any, self.rates = False, Rates()
         self._names: WeakKeyDictionary[torch.optim.Optimizer, str] = WeakKeyDictionary()
         self._updated: frozenset[int] = frozenset()  # what any of them has updated, by id; replaced, never changed
         # models, with what was updated when they were last asked for, and whether that was a part of them

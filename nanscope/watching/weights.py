@@ -49,6 +49,7 @@ class Weights:
         elif not (bad or self._course.foreign or self._course.bad):  # else a later step tells it, that is fine otherwise
             self._failsafe("remains", self._keep_buffer)
         self._remains.optimizers.wrote(optimizers, bad)
+        self._remains.optimizers.rates.stepped(optimizers, self._course.counts.number)
         self._are(bad, _all_of(optimizers), optimizers)
         for one in optimizers if bad else ():
             if not (self._course.bad or self._course.foreign):
