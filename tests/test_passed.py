@@ -817,3 +817,44 @@ def test_what_a_call_refuses_that_is_finite_is_none_of_ours(tmp_path: Path) -> N
             model(torch.randn(2, 4)).pow(2).mean().backward()
             optimizer.step()
     assert scope.verdict.healthy and scope.steps == 3
+
+
+@pytest.mark.parametrize("ends", ["goes_on", "break", "raise"])
+def test_what_a_distribution_has_refused_is_told_although_the_loop_catches_it(tmp_path: Path, ends: str) -> None:
+    """Its validation is Python of torch's own, which asks whether all of a parameter is valid; it is told once."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    raised = pytest.raises(ValueError, match="invalid values") if ends == "raise" else contextlib.nullcontext()
+    with raised, nanscope.watch(out=tmp_path) as scope:
+        for step in range(1, 6):
+            with torch.no_grad():
+                cooled = model(torch.randn(6, 4)) / (0.0 if step == 3 else 1.0)
+                try:
+                    chosen = torch.distributions.Categorical(logits=cooled - cooled.max()).sample()
+                except ValueError:
+                    if ends == "goes_on":
+                        continue
+                    if ends == "break":
+                        break
+                    raise
+            optimizer.zero_grad()
+            (-torch.log_softmax(model(torch.randn(6, 4)), -1).gather(1, chosen[:, None]).mean()).backward()
+            optimizer.step()
+    (incident,) = scope.verdict.incidents
+    assert incident.step == 3 and incident.origin.variable in ("cooled", "cooled - cooled.max()"), incident
+    if ends != "raise":
+        assert any(note.slug == "call_refused" and "its parameter logits" in note.text for note in incident.notes), incident.notes
+
+
+def test_a_scale_that_is_only_negative_is_the_loops_own_affair(tmp_path: Path) -> None:
+    """What is refused is a number, and nothing is non-finite."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with nanscope.watch(out=tmp_path) as scope:
+        for _ in range(3):
+            with contextlib.suppress(ValueError):
+                torch.distributions.Normal(torch.zeros(3), -torch.ones(3))
+            optimizer.zero_grad()
+            model(torch.randn(6, 4)).square().mean().backward()
+            optimizer.step()
+    assert scope.verdict.healthy

@@ -58,6 +58,7 @@ from nanscope.capture.slicing import Slicing
 from nanscope.capture.spans import Spans
 from nanscope.capture.storages import Storages
 from nanscope.capture.trailing import Trailing, besides_out
+from nanscope.capture.validation import refused_parameter
 from nanscope.capture.values import Values
 from nanscope.capture.writes import Writes
 from nanscope.frameworks.live import Glimpse
@@ -93,7 +94,7 @@ class Tape:
     patience: values that are numbered, at least, before it looks for what nobody can ask for any more.
     broken: why nothing is recorded any more, "" while all is well. gave_gradients: some were taken by `torch.autograd.grad`.
     clipping, questions, replacing: what was measured of gradients, asked, and asked of each element.
-    refused: is called with the arguments of a call that raises, and with what it raises.
+    refused: is called with the arguments of a call that raises, or is about to, and with what it raises.
     agreed: by the ranks of the run. doubts: of the trainer's code about its losses. numbers: what made the last that went to the host and
     were not finite. leaves: what came from outside. notes: calls that wait; whoever asks for what is known, for the log, for doubts or for
     passes, and whoever writes to memory that others know, has them understood first. chains: what tensors came of.
@@ -333,6 +334,8 @@ class Tape:
         """Write down the call that `before` was told of."""
         if noting[0].name == ANSWER and not is_doubtful(result):
             return
+        if result is False and (invalid := refused_parameter()) is not None:
+            self.refused(invalid[1:], ValueError(f"invalid values in its parameter {invalid[0]}"))
         with self._lock:
             operator, noted, target = noting
             if DETACH_IS_SEEN_TWICE and operator.name == "detach":

@@ -18,6 +18,7 @@ from nanscope.capture.failsafe import Failsafe
 from nanscope.capture.feeding import parameters_behind
 from nanscope.capture.modules import ModuleCall, ModuleWatch
 from nanscope.capture.tape import Tape
+from nanscope.capture.validation import is_refusal
 from nanscope.program.numbers import count_bad
 from nanscope.program.program import Program
 from nanscope.snapshot.step import Reached, Stepped
@@ -576,7 +577,7 @@ class Step(Relay):
         """The loop has gone on after a call that raised, and that is of the step which it begins. last: it begins none. error: what ends
         the block all the same."""
         caught, self._caught = self._caught, None
-        if caught is None or (error is not None and str(error) == caught[0]):
+        if caught is None or (error is not None and (str(error) == caught[0] or is_refusal(error))):
             return
         if last:
             self._keep_undifferentiated(caught[1], False, True)
