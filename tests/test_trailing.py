@@ -52,9 +52,16 @@ def with_a_look(own: Tensor, other: Tensor, keep: float) -> None:
     LOOKS[:] = [before, after]
 
 
+def with_norms(own: Tensor, other: Tensor, keep: float) -> None:
+    """For a log that is written later: what a norm was taken of is not held for that."""
+    LOOKS.append(torch.linalg.vector_norm(own.detach()))
+    del LOOKS[:-24]
+    own.copy_(TAU * other + keep * own)
+
+
 LOOKS: list[Tensor] = []
 WAIT: list[Follow] = [as_sb3, by_two_writes, by_lerp, by_copy, by_copy_of_itself]
-FORMS: list[Follow] = [*WAIT, with_a_look]  # of which somebody holds what was computed before a write, which is understood then
+FORMS: list[Follow] = [*WAIT, with_a_look, with_norms]  # of which somebody holds what was computed before a write, which is understood then
 
 
 @pytest.fixture(autouse=True)

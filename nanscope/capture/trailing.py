@@ -121,10 +121,11 @@ class Trailing:
         return all(self._is_as_read(number, start) for number in self._young.computed.get(start, ()))
 
     def _is_as_read(self, number: int, start: int) -> bool:
-        """Is what a call has read in that memory still what it was?"""
+        """Is what a call has read in that memory still what it was? Of one that holds no arguments any more nobody knows."""
         note = self._notes.pending[number]
-        read = zip(tensors_of(note[raw.ARGS]), raw.each(note[raw.SEEN]), strict=True)
-        return all(writes_counted(tensor) == writes for tensor, (writes, address, *_) in read if address == start)
+        read, seen = tensors_of(note[raw.ARGS]), list(raw.each(note[raw.SEEN]))
+        known = zip(read, seen, strict=False)
+        return len(read) == len(seen) and all(writes_counted(one) == writes for one, (writes, address, *_) in known if address == start)
 
     def _look_further(self) -> None:
         """Go through the calls that have come since this was asked."""
