@@ -163,13 +163,15 @@ class Tape:
             content = self.trailing.destroyed(operator, args, kwargs)
             if content is None:
                 content = self.rows.destroyed(operator, args, kwargs)
-            if content is None and self._knows_nothing_of(args[0]):
+            if content is None and self._is_only_returned(args[0]):
                 content = self.trailing.copy_of(operator, args, kwargs)
             return None if content is None else (content,)
 
-    def _knows_nothing_of(self, tensor: object) -> bool:
-        """Has nobody that is seen read or made a tensor, nor anything in its memory? So it is with what a model has returned."""
-        return type(tensor) is Tensor and is_plain(tensor) and memory_of(tensor) not in self._known.by_storage and self.notes.is_new(tensor)
+    def _is_only_returned(self, tensor: object) -> bool:
+        """Has a model returned a tensor, and nobody that is seen read it, or made anything in its memory?"""
+        if type(tensor) is not Tensor or not is_plain(tensor) or not self.leaves.module_outputs(tensor):
+            return False
+        return memory_of(tensor) not in self._known.by_storage and self.notes.is_new(tensor)
 
     def note(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, destroyed: Tensor | None = None) -> None:
         """Write down a call that was made, as it came if it can wait to be understood. destroyed: a copy of that, see `may_write`."""

@@ -17,7 +17,7 @@ from nanscope.locate.matrices import is_degenerate
 from nanscope.locate.normalisations import is_flat
 from nanscope.locate.origin import NUMBER, Element, Location
 from nanscope.locate.trace import Trace
-from nanscope.program.calls import Arg, Call, Computes, Leaf, Ref
+from nanscope.program.calls import Arg, Call, Computes, Leaf, Ref, is_within
 from nanscope.program.flow import sources
 from nanscope.program.numbers import at, is_binary, smallest
 from nanscope.program.ops import (
@@ -380,6 +380,12 @@ def _maker(program: Program, value: Arg) -> Call | None:
 _SIGNS = frozenset({"neg"})
 
 
+def _is_of_torch(program: Program, call: Call) -> bool:
+    """Is it the division of an optimizer of torch's, of whose code nothing is seen?"""
+    site = program.site_of(call)
+    return call.name == "addcdiv" and site is not None and is_within(site, call.name)
+
+
 def vanishing_eps(trace: Trace, index: int) -> dict[tuple[int, int], float]:
     """Return the numbers of the code, on the way into a call, that the dtype they meet cannot hold.
 
@@ -388,7 +394,7 @@ def vanishing_eps(trace: Trace, index: int) -> dict[tuple[int, int], float]:
     """
     program, values, producers = trace.program, trace.values, trace.program.producers
     found: dict[tuple[int, int], float] = {}
-    of_update = program.computes is Computes.UPDATE and program.calls[index].name == "addcdiv"  # an optimizer adds its epsilon, be it 0
+    of_update = program.computes is Computes.UPDATE and _is_of_torch(program, program.calls[index])  # which adds its epsilon, be it 0
     stack, seen = [(index, 0)], set[int]()
     while stack:
         current, depth = stack.pop()
