@@ -58,7 +58,7 @@ class Failsafe:
         self.failures += [] if known else [slug]
         try:
             if not known:
-                log.warning("nanscope [%s]: %s; training goes on, this was not observed", slug, words_of(error))
+                log.warning("nanscope [%s]: %s; training goes on, this was not observed", slug, _said(error))
             self._missed(slug, f"an observation of ours failed ({what}: {type(error).__name__})")
         except Exception:  # noqa: BLE001 - it is on the list, and there is no other way to say it
             return
@@ -67,3 +67,11 @@ class Failsafe:
 def _unless_traced(function: Callable[..., object], args: tuple[Any, ...]) -> None:
     if not is_traced():
         function(*args)
+
+
+def _said(error: Exception) -> str:
+    """What an error says, or of what class it is, where even asking fails: that something has failed is said in any case."""
+    try:
+        return words_of(error)
+    except Exception:  # noqa: BLE001 - as above
+        return type(error).__name__
