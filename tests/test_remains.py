@@ -603,29 +603,28 @@ def test_an_average_of_the_weights_that_goes_bad_is_told(tmp_path: Path) -> None
     assert incident.origin.operands[-1][1] == 0 and "of a Linear that ran without gradient" in incident.sentence, incident.sentence
 
 
-def test_what_nobody_trains_and_came_bad_is_no_harm_in_the_hands_of_an_optimizer(tmp_path: Path) -> None:
-    """A slot that is not used: all parameters of a model were given to its optimizer."""
+def with_a_slot(content: Tensor, out: Path, after: Callable[[nn.Parameter, int], None] = lambda spare, step: None) -> nanscope.Scope:
+    """Train a model whose optimizer was given all its parameters, one that nobody trains or reads among them. after: each step."""
     model = nn.Linear(3, 1)
-    model.spare = nn.Parameter(torch.full((2,), math.nan), requires_grad=False)
+    model.spare = nn.Parameter(content, requires_grad=False)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with nanscope.watch(out=tmp_path) as scope:
-        for _ in range(4):
-            optimizer.zero_grad()
-            model(torch.randn(4, 3)).mean().backward()
-            optimizer.step()
-    assert scope.verdict.healthy
-
-
-def test_what_nobody_trains_and_goes_bad_is_told_though_an_optimizer_has_it(tmp_path: Path) -> None:
-    model = nn.Linear(3, 1)
-    model.spare = nn.Parameter(torch.ones(2), requires_grad=False)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with nanscope.watch(out=tmp_path) as scope:
+    with nanscope.watch(out=out) as scope:
         for step in range(4):
             optimizer.zero_grad()
             model(torch.randn(4, 3)).mean().backward()
             optimizer.step()
-            if step == 1:
-                with torch.no_grad():
-                    model.spare.mul_(math.nan)
-    assert "spare" in scope.verdict.incidents[0].sentence
+            after(model.spare, step)
+    return scope
+
+
+def test_what_nobody_trains_and_came_bad_is_no_harm_in_the_hands_of_an_optimizer(tmp_path: Path) -> None:
+    assert with_a_slot(torch.full((2,), math.nan), tmp_path).verdict.healthy
+
+
+def test_what_nobody_trains_and_goes_bad_is_told_though_an_optimizer_has_it(tmp_path: Path) -> None:
+    def spoil(spare: nn.Parameter, step: int) -> None:
+        if step == 1:
+            with torch.no_grad():
+                spare.mul_(math.nan)
+
+    assert "spare" in with_a_slot(torch.ones(2), tmp_path, spoil).verdict.incidents[0].sentence

@@ -38,11 +38,11 @@ def besides_out(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Touched:
-    """Of such memory, by where it begins, the calls that wait and know it, besides such writes. computed: those that have read it; named:
-    those that have made another name for all of it; read: others. upto: so many of them are looked at."""
+    """Of such memory, by where it begins, and of the calls that wait and know it, besides such writes. computed: those that have read it;
+    named: those that have made another name for all of it; read: what others know. upto: so many of them are looked at."""
 
     upto: int = 0
-    read: dict[int, list[int]] = field(default_factory=dict)
+    read: set[int] = field(default_factory=set)
     computed: dict[int, list[int]] = field(default_factory=dict)
     named: dict[int, list[int]] = field(default_factory=dict)
 
@@ -150,8 +150,10 @@ class Trailing:
                 start = start_of(address)
                 if names and start == address:
                     known.named.setdefault(start, []).append(number)
+                elif start and start != own and shares:
+                    known.read.add(start)
                 elif start and start != own:
-                    (known.read if shares else known.computed).setdefault(start, []).append(number)
+                    known.computed.setdefault(start, []).append(number)
         known.upto = upto
 
 
