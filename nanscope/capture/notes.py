@@ -13,7 +13,7 @@ only waiting calls have made and know waits as well, and so does one to a list o
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ from nanscope.capture import raw
 from nanscope.capture.entries import Operator
 from nanscope.capture.makers import NOBODY, Makers
 from nanscope.capture.outlasted import Outlasted, may_outlast
+from nanscope.capture.overwritten import Overwritten
 from nanscope.capture.raw import EACH, Later, Raw, RawCall
 from nanscope.capture.sieve import ALIASED, is_row, sifted
 from nanscope.capture.sites import Callers
@@ -310,7 +311,7 @@ class Notes:
         places.reverse()
         ages.reverse()
         closed.later.reverse()
-        was = _Was(trailing)
+        was = Overwritten(trailing)
         trailing.clear()  # they hold what they were given
         found, numbers = sifted(kept)
         numbers.reverse()
@@ -411,58 +412,6 @@ class Notes:
         self._ages.clear()
         self._go_on_with([], 0)
         return _readable(sifted(pending, self._may_be_a_loss if ends else None, buffers=True)[0])
-
-
-class _Was:
-    """What lay in the memory of weights that calls have written to, and who wrote is forgotten. writes: these calls, the last first, each
-    with how many stood before it. memory: where it begins, and how long it is."""
-
-    def __init__(self, writes: Sequence[tuple[int, Raw]]) -> None:
-        self.memory = {one[raw.MADE][raw.ADDRESS]: one[raw.RESULTS][0].nbytes for _, one in writes}
-        self._destroyed: dict[int, list[tuple[int, Tensor]]] = {}
-        for place, one in writes:
-            self._destroyed.setdefault(one[raw.MADE][raw.ADDRESS], []).append((place, one[raw.DESTROYED]))
-        self._spans = Spans({start: start + size for start, size in self.memory.items()})
-
-    def given_to(self, call: Raw, place: int) -> Raw:
-        """Return a call, computing with what it was given then. place: how many stood before it."""
-        spans, seen = self._spans, call[raw.SEEN]
-        addresses = seen[raw.ADDRESS :: EACH]
-        if not any(spans.low <= address < spans.high and spans.start_of(address) for address in addresses):
-            return call
-        if call[raw.OPERATOR].view:
-            return self._named_anew(call, place) if call[raw.OPERATOR].name == "detach" else call
-        told = list(seen)
-        args = self._given(call[raw.ARGS], iter(range(0, len(seen), EACH)), told, place)
-        return (call[raw.OPERATOR], args, *call[raw.KWARGS : raw.SEEN], tuple(told), *call[raw.MADE :])
-
-    def _named_anew(self, call: Raw, place: int) -> Raw:
-        """Return a call that has given such memory another name as if it were made now, unless somebody has written there unseen."""
-        (whole,), (writes, address, shape, wanted), made = call[raw.ARGS], call[raw.SEEN], call[raw.MADE]
-        since = sum(number > place for number, _ in self._destroyed.get(address, ()))
-        if writes_counted(whole) != writes + since or made[raw.WRITES] != writes:
-            return call
-        told = (writes + since, address, shape, wanted), (writes + since, *made[raw.ADDRESS :])
-        return (*call[: raw.SEEN], *told, *call[raw.CODE :])
-
-    def _given(self, args: Sequence[Any], at: Iterator[int], told: list[Any], place: int) -> Sequence[Any]:
-        found = list(args)
-        for number, arg in enumerate(args):
-            if type(arg) is list or type(arg) is tuple:
-                found[number] = self._given(arg, at, told, place)
-            elif isinstance(arg, Tensor):
-                position = next(at)
-                was = self._at(told[position + raw.ADDRESS], place)
-                if was is not None and (was.shape, was.stride(), was.dtype) == (arg.shape, arg.stride(), arg.dtype):
-                    found[number] = was
-                    told[position : position + EACH] = writes_counted(was), was.data_ptr(), told[position + raw.SHAPE], False
-        return found if type(args) is list else tuple(found)
-
-    def _at(self, address: int, place: int) -> Tensor | None:
-        """What lay there before the first write after that."""
-        after = [destroyed for number, destroyed in self._destroyed.get(address, ()) if number > place]
-        with unseen():
-            return Parameter(after[-1], requires_grad=False) if after else None  # so that it is known for a weight
 
 
 def _has_no_gradient(seen: Sequence[Any]) -> bool:
