@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -175,6 +176,46 @@ def test_an_empty_selection_has_no_operand(tmp_path: Path) -> None:
         return chosen.mean()
 
     assert first(run(tmp_path, loss)).origin.operands == ()
+
+
+def test_the_bad_samples_of_a_batch_are_one_fault(tmp_path: Path) -> None:
+    """They come in by the same line and are stacked: what leaves one out leaves all of them out, and nothing goes wrong next."""
+    torch.manual_seed(0)
+    critic = nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(critic.parameters(), lr=1e-3)
+    with nanscope.watch(critic, optimizer, out=tmp_path) as scope:
+        for step in range(1, 4):
+            samples = [np.ones(4, np.float32) * n for n in range(6)]
+            for n in (1, 2, 4, 5) if step == BAD else ():
+                samples[n][3] = np.nan
+            states = torch.stack([torch.from_numpy(sample) for sample in samples])
+            loss = critic(states).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    incident = first(scope.verdict)
+    (left_out,) = [row for row in incident.rows if row.id == "drop_invalid_sample"]
+    assert "the same" not in left_out.label and not left_out.then and left_out.bad == 0, left_out
+    assert "second_fault" not in notes_of(scope.verdict)
+    (test,) = [row for row in incident.rows if row.kind == "cause"]
+    assert test.works and not test.then
+
+
+def test_an_operand_is_called_what_the_line_calls_it(tmp_path: Path) -> None:
+    """And not by the name that another function has for it."""
+    kept = {"top": torch.zeros(()), "bottom": torch.ones(())}
+
+    def fill(step: int) -> None:
+        for v in kept.values():
+            v.fill_(float(step != BAD))
+
+    def loss(log_probs: Tensor, step: int) -> Tensor:
+        fill(step)
+        (upper, lower) = kept
+        share = kept[upper] / kept[lower]
+        return (log_probs * share).mean()
+
+    assert [name for name, _ in first(run(tmp_path, loss)).origin.operands] == ["kept[upper]", "kept[lower]"]
 
 
 def test_a_further_edit_of_another_kind_is_called_what_it_is(tmp_path: Path) -> None:

@@ -157,7 +157,8 @@ def operand_name(origin: Element, position: int) -> str:
         if operand.name in (None, number) and number in words:
             return next((word for word in words if word != number), last_word(number))  # what stands first is the number
     if operand.name:
-        return last_word(operand.name)
+        name = last_word(operand.name)
+        return _as_written(origin, words, position, name) or name
     if operand.id == NUMBER and (math.isnan(operand.value) or (math.isinf(operand.value) and origin.op not in NUMBERED)):
         return _number_word(origin, words, position)
     known = _OPERANDS.get(origin.op, ())
@@ -169,6 +170,19 @@ def operand_name(origin: Element, position: int) -> str:
     word = words[position] if position < len(words) else usual or f"operand {position + 1}"
     written = operand.id == NUMBER and not word.replace(".", "").isidentifier()  # as a number, or as what calculates one
     return _NUMBERS.get(origin.op, ("dividend", "divisor"))[position] if written else word
+
+
+_READ = re.compile(r"[^\W\d]\w*(\.\w+|\[[^\[\]]*\])*")  # a variable, of an object, a list or a dictionary
+
+
+def _as_written(origin: Element, words: tuple[str, ...], position: int, name: str) -> str | None:
+    """Return what the line of the origin calls an operand, where the name that was found is another function's, which nobody finds there.
+
+    The dividend of `self.shadow[k] / corr` may be called `v` by the loop that filled it.
+    """
+    if origin.site is None or len(words) != len(origin.operands) or re.search(rf"\b{re.escape(name)}\b", origin.site.expression):
+        return None
+    return words[position] if _READ.fullmatch(words[position]) else None
 
 
 def _in_order(origin: Element, words: tuple[str, ...]) -> tuple[str, ...]:

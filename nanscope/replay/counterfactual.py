@@ -136,10 +136,10 @@ def _clean(patch: Patch) -> Variant | None:
     if patch.origin.call is not None or not content.is_floating_point():
         return None
     label = f"with {patch.result} as 0 there"
-    if value in patch.tensors:
+    if value in patch.tensors and len(patch.entries()) == 1:
         return leaf_refilled(patch, numbers(content, 0.0), "", label)
     finite: list[Insert] = [("aten.nan_to_num.default", (Ref(-1), 0.0, 0.0, 0.0))]
-    return Variant("", label, after(patch, finite), patch.tensors)  # put together by calls, out of data
+    return Variant("", label, after(patch, finite), patch.tensors)  # put together by calls, out of data, or a sample of several
 
 
 COUNTERFACTUALS: Mapping[Cause, tuple[Callable[[Patch], Variant | None], ...]] = {

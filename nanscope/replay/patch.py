@@ -12,6 +12,8 @@ from nanscope.errors import NanscopeError
 from nanscope.locate.origin import Element
 from nanscope.locate.trace import Trace
 from nanscope.program.calls import Arg, Call, Leaf, Ref, refs, words_of
+from nanscope.program.numbers import is_finite
+from nanscope.program.ops import JOINS, carries
 from nanscope.program.program import Program
 
 
@@ -95,6 +97,24 @@ class Patch:
         call = self.program.calls[own]
         return [i for i, c in enumerate(self.program.calls) if i == own or (c.op == call.op and c.site == call.site >= 0)]
 
+    def entries(self) -> list[int]:
+        """Return an origin that came in and what else came in bad and was put together with it by one call: the samples of a batch."""
+        own, readers = self.origin.value_id, self.program.readers
+        call = next(iter(readers(own)), None)
+        while call is not None and call.name not in JOINS and carries(call.op):
+            call = next((reader for out in call.outs if out is not None for reader in readers(out)), None)
+        if call is None or call.name not in JOINS:
+            return [own]
+        data = {leaf.id for leaf in self.program.leaves if not leaf.is_of_model} - {own}
+        came = dict.fromkeys(self._came_as(value) for value in call.inputs())
+        return [own, *(value for value in came if value in data and not bool(is_finite(self.values[value])))]
+
+    def _came_as(self, value: int) -> int:
+        """Return what was moved to be this value, and nothing else."""
+        while (made := self.program.maker(value)) is not None and made.name not in JOINS and carries(made.op):
+            value = next(made.inputs())
+        return value
+
     def with_number(self, position: int, number: float) -> Program:
         """Return the program with a number as an argument of the origin's call, and of its siblings."""
         calls = list(self.program.calls)
@@ -143,11 +163,10 @@ def after(patch: Patch, inserts: Sequence[Insert], but: Container[int] = ()) -> 
     """
     calls = list(patch.program.calls)
     output, fresh = patch.program.output, patch.program.new_id()
-    came = patch.origin.value_id  # what came in may have been put together by calls, out of data
     places = (
         [(index, calls[index].outs[0]) for index in patch.siblings()]
         if patch.origin.call is not None
-        else [(patch.program.producers.get(came, -1), came)]
+        else sorted((patch.program.producers.get(came, -1), came) for came in patch.entries())
     )
     for index, value in reversed(places):
         if value is None:
