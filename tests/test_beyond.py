@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import nanscope
+from nanscope.replay.tries import EMPTIED
 from nanscope.verdict.incident import Incident, Verdict
 
 ROWS, TOKENS, BAD = 4, 6, 3
@@ -199,6 +200,28 @@ def test_the_bad_samples_of_a_batch_are_one_fault(tmp_path: Path) -> None:
     assert "second_fault" not in notes_of(scope.verdict)
     (test,) = [row for row in incident.rows if row.kind == "cause"]
     assert test.works and not test.then
+
+
+def test_a_bound_below_a_sum_of_nothing_empties_the_weights(tmp_path: Path) -> None:
+    """0/0 for every element of an average that has begun anew: with a bound it is a model of zeros, which nobody wants."""
+    torch.manual_seed(0)
+    policy, reference = nn.Linear(4, 3), nn.Linear(4, 3).requires_grad_(False)
+    shadow = {name: weight.detach().clone() for name, weight in policy.named_parameters()}
+    optimizer = torch.optim.SGD(policy.parameters(), lr=1e-2)
+    with nanscope.watch(policy, optimizer, out=tmp_path) as scope:
+        for step in range(1, 5):
+            batch = torch.randn(6, 4)
+            with torch.no_grad():
+                count = torch.tensor(float(step != BAD))
+                for name, weight in reference.named_parameters():
+                    weight.copy_(shadow[name] * (step != BAD) / count)
+                known = reference(batch).log_softmax(-1)
+            loss = (policy(batch).log_softmax(-1) - known).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    (bounded,) = [row for row in first(scope.verdict).rows if row.id == "clamp_denominator"]
+    assert bounded.works and bounded.cost == EMPTIED and not bounded.proven
 
 
 def test_an_operand_is_called_what_the_line_calls_it(tmp_path: Path) -> None:

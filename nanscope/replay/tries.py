@@ -365,6 +365,8 @@ class Bench:
             return f"leaves a gradient {beyond:.2g} times the usual"
         if row.id == "finite_mask_fill" and self._goes_into_a_deviation():
             return DWARFED
+        if self.trace.program.computes is Computes.UPDATE and not any(bool(one.any()) for one in grads.values()):
+            return EMPTIED
         if row.id == "clamp_denominator" and self._is_otherwise_in_float64(row):
             return UNDERFLOWED
         larger = self._larger(row, healthy) if row.id == "finite_mask_fill" else 0.0
@@ -459,6 +461,7 @@ STEEP = 100.0  # times what is usual: with a larger gradient a step does harm, h
 HUGE = 1e4  # times the usual loss: what was filled in is most of it
 NOT_MENDED = "and the backward of what made it may multiply its 0 by that: a second fault, to be mended there"
 DWARFED = "puts a huge number into a deviation, beside which all others are 0"
+EMPTIED = "leaves 0 in all of the weight: leave it as it was until there is something to put in"
 UNDERFLOWED = "the divisor is 0 in this dtype only, which float64 tells"
 HANDED = "what made it is as bad as before, and its backward may multiply that by 0: mend it there"
 EXACT = 0.1  # a fix of an overflow that was absorbed leaves this part of how far the loss was off
