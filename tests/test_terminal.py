@@ -43,6 +43,17 @@ def test_the_report_says_everything_a_tired_stranger_needs() -> None:
         assert words in text, words
 
 
+def test_what_is_alike_is_told_once() -> None:
+    """Of the micro-batches of a step that go wrong in the same way the first is told; where another is not alike, both are."""
+    one = incident()
+    micro_batches = [replace(one, micro_batch=part, micro_batches=3, snapshot=f"run/part{part}.safetensors") for part in (1, 2, 3)]
+    text = render_text(Verdict(tuple(micro_batches), steps=7, bad_steps=1))
+    assert text.count("✓ best") == 1 and text.count("As in step 7, micro-batch 1 of 3, above") == 2
+    assert all(f"nanscope replay run/part{part}.safetensors" in text for part in (1, 2, 3))
+    other = replace(micro_batches[1], rows=tuple(replace(row, works=not row.works) for row in one.rows))
+    assert "above" not in render_text(Verdict((micro_batches[0], other), steps=7, bad_steps=1))
+
+
 def test_every_kind_of_fault_renders_within_the_width() -> None:
     """No case breaks the layout."""
     for case in CASES:

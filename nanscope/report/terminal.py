@@ -30,6 +30,7 @@ from nanscope.verdict.sentence import blamed
 from nanscope.verdict.standing import Ranks
 
 CHAIN = 12  # links shown
+TRIED_AGAIN = ": what was tried there was tried here, and came to the same."
 STATES = {"harm": HARM, "doubt": DOUBT, "proven": PROVEN, "quiet": QUIET}
 
 
@@ -61,9 +62,10 @@ def _verdict(verdict: Verdict) -> RenderableType:
         parts: list[RenderableType] = [Text.assemble(("● ", STATES[verdict.status.tone]), clean(verdict.sentence))]
         parts += [Text(f"  note: {clean(note.text)}", QUIET) for note in verdict.notes if note.slug != "nonfinite_absorbed"]
         return Group(*parts)
-    parts = []
+    parts, told = [], dict[object, Incident]()
     for incident in verdict.causes:
-        parts += [Text(""), incident_shown(incident)]
+        first = told.setdefault(_alike(incident), incident)
+        parts += [Text(""), incident_shown(incident) if first is incident else _again(incident, first)]
     followed = consequences_of(verdict)
     parts += [Text(""), *(Text(f"  {words}") for words in followed)] if followed else []
     if verdict.ranks is not None:
@@ -90,6 +92,25 @@ def _ranks(ranks: Ranks) -> RenderableType:
     return Padding(shown, (0, 2))
 
 
+def _alike(incident: Incident) -> object:
+    """What incidents have in common of which the second tells nothing that the first has not: the place, the cause, and what heals it."""
+    origin, rows = incident.origin, tuple((row.id, row.works, row.proven, row.then) for row in incident.rows)
+    return incident.phase, incident.cause, origin.op, origin.file, origin.line, origin.masked, rows
+
+
+def _again(incident: Incident, first: Incident) -> RenderableType:
+    """The report of a bad step that is like another one: where, and that."""
+    parts: list[RenderableType] = [
+        Text.assemble(("● ", HARM), (clean(incident.headline), STRONG)),
+        Text(""),
+        Padding(Text(clean(incident.sentence)), (0, 2)),
+        Padding(Text(f"As in {clean(first.place)}, above{TRIED_AGAIN if incident.rows else '.'}", QUIET), (0, 2)),
+    ]
+    known = {note.text for note in first.notes}
+    parts += [Padding(Text(f"note: {clean(note.text)}", QUIET), (0, 2)) for note in incident.notes if note.text not in known]
+    return Group(*parts, *_commands(incident, "replay", why=False))
+
+
 def incident_shown(incident: Incident, next_verb: str = "replay") -> RenderableType:
     """Return the report of one bad step. next_verb: which is proposed to go on with, "" for none."""
     parts: list[RenderableType] = [
@@ -112,13 +133,17 @@ def incident_shown(incident: Incident, next_verb: str = "replay") -> RenderableT
         parts += [Text(""), tried_shown(incident)]
     parts += [Text(f"  advice (not run): {fix.id}: {clean(fix.label)}") for fix in incident.fixes if not fix.executed]
     parts += [Padding(Text(f"note: {clean(note.text)}", QUIET), (0, 2)) for note in incident.notes]
-    proposed = []
+    return Group(*parts, *_commands(incident, next_verb))
+
+
+def _commands(incident: Incident, next_verb: str, *, why: bool = True) -> list[RenderableType]:
+    """What to go on with. why: with what explains the cause."""
+    proposed: list[RenderableType] = []
     if incident.snapshot and next_verb:
         proposed.append(Command(f"nanscope {next_verb} {shlex.quote(clean(incident.snapshot))}", lead="  next  "))
-    if incident.cause is not Cause.UNKNOWN:
+    if why and incident.cause is not Cause.UNKNOWN:
         proposed.append(Command(f"nanscope explain {incident.cause}", lead="  why   "))
-    parts += [Text(""), *proposed] if proposed else []
-    return Group(*parts)
+    return [Text(""), *proposed] if proposed else []
 
 
 def _named(lead: str, fix: Fix, why: str) -> RenderableType:
