@@ -427,3 +427,25 @@ def test_what_goes_wrong_once_more_after_it_has_spoilt_the_weights_is_a_conseque
     verdict = scope.verdict
     assert [incident.step for incident in verdict.causes] == [3]
     assert verdict.aftermath == (Aftermath(3, 4, 6, 3),)
+
+
+def test_what_a_state_has_kept_is_not_met_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A running mean that has met a NaN is NaN from there on, and the rewards of later steps have nothing to do with it."""
+    torch.manual_seed(0)
+    policy, mean = nn.Linear(4, 3), torch.zeros(())
+    optimizer = torch.optim.SGD(policy.parameters(), lr=1e-2)
+    with nanscope.watch(policy, optimizer, out=tmp_path, on_nonfinite="skip") as scope:
+        for step in range(1, 7):
+            rewards = torch.randn(5)
+            rewards[2] = float("nan") if step == 3 else 1.0
+            mean = 0.9 * mean + 0.1 * rewards.mean()
+            loss = -(policy(torch.randn(5, 4)).log_softmax(-1)[:, 0] * (rewards - mean)).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    found = {incident.step: incident for incident in scope.verdict.incidents}
+    assert found[3].consequence_of is None and found[4].consequence_of == 3
+    (kept,) = [note.text for note in found[4].notes if note.slug == "carried_on"]
+    assert kept.startswith("mean (test_poisoning.py:") and "since step 3" in kept
+    assert [step for step, incident in found.items() if incident.consequence_of is None] == [3]
+    assert "the weights" not in caplog.text and all(bool(weight.isfinite().all()) for weight in policy.parameters())

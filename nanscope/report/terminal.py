@@ -35,7 +35,12 @@ STATES = {"harm": HARM, "doubt": DOUBT, "proven": PROVEN, "quiet": QUIET}
 
 
 OF_RANKS = ("numbered_apart", "skipped_alone")  # notes without which the table of ranks would mislead
-OF_RUN = ("said_before", "checked_beforehand", "mixed_runs")  # and without which the counts would, or nobody knows what had been said
+OF_RUN = (
+    "carried_on",
+    "said_before",
+    "checked_beforehand",
+    "mixed_runs",
+)  # and without which the counts would, or nobody knows what had been said
 
 
 def render_text(verdict: Verdict) -> str:
@@ -78,7 +83,8 @@ def _verdict(verdict: Verdict) -> RenderableType:
     counts += f", {verdict.skipped} skipped" if verdict.skipped else ""
     counts += f", {verdict.repaired} repaired" if verdict.repaired else ""
     parts += [Text(""), Text(f"  {counts}", QUIET)]
-    parts += [Padding(Text(f"note: {clean(note.text)}", QUIET), (0, 2)) for note in verdict.notes if note.slug in OF_RUN]
+    said = dict.fromkeys(note.text for note in verdict.notes if note.slug in OF_RUN)
+    parts += [Padding(Text(f"note: {clean(text)}", QUIET), (0, 2)) for text in said]
     if verdict.gaps:
         parts.append(Padding(Text(f"not seen: {clean(gap_words(verdict.gaps))}", DOUBT), (0, 2)))
     return Group(*parts)

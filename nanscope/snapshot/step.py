@@ -114,7 +114,13 @@ class Snapshot(Shown):
     @property
     def came(self) -> Came:
         """How it came to this rank."""
-        return Came.WEIGHTS if self.consequence_of is not None else self._told.came
+        through_weights = self.consequence_of is not None and self.carried_on is None
+        return Came.WEIGHTS if through_weights else self._told.came
+
+    @property
+    def carried_on(self) -> str | None:
+        """What has kept, since an earlier step, the element at which this one went wrong, in words; None where that is new."""
+        return next((text for slug, text in self.notes if slug == "carried_on"), None)
 
     @property
     def site(self) -> str:

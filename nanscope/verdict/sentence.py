@@ -358,7 +358,7 @@ def _inside(p: Origin) -> str:
     """That the loss does not count an element, and why."""
     if not p.masked:
         return ""
-    token = "a token" if len(p.shape) == 2 else "an element"
+    token = "a token" if len(p.shape if p.batch is None else p.batch) == 2 else "an element"
     if not p.masked_by:
         return f" at {token} outside the loss"
     if p.masked_by.endswith(CLIPPED):

@@ -12,7 +12,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -50,6 +50,7 @@ from nanscope.snapshot.observation import (
 from nanscope.snapshot.step import Reached, Snapshot
 from nanscope.torch_inside import has_backward_hooks, hooks_on
 from nanscope.watching.afterwards import arrived, by_hook, handed, hooked, late, received, update_seen, written
+from nanscope.watching.carried import CarriedOn
 from nanscope.watching.laid import in_its_weight, name_of
 from nanscope.watching.look import (
     HIDING,
@@ -105,6 +106,7 @@ class Examiner:
     targets: tuple[Any, ...]
     save_tokens: bool
     optimizers: Optimizers
+    carried: CarriedOn = field(default_factory=CarriedOn)
 
     def loss(self, recording: Recording) -> Hit | None:
         """Return what a non-finite value at the edge of the loss harmed, None if nothing."""
@@ -543,8 +545,11 @@ class Examiner:
         was_cut = look.location is not None and look.location.origin.op == "cut"
         if was_cut or (not look.program.calls and self.tape.account.short):
             notes.append(("not_kept", self._too_large()))
+        since, kept = self.carried.since(snapshot.step, look) or (None, "")
+        notes += [("carried_on", f"{kept}: to leave steps out does not mend it")] if kept else []
         described = replace(
             snapshot,
+            consequence_of=since,
             program=look.program,
             tensors=look.tensors,
             loss=None if look.kernel or look.aside else snapshot.loss,  # a kernel adds in another order: its sum is not the loss

@@ -268,8 +268,8 @@ class Logbook:
         )
 
     def wants(self, step: int) -> bool:
-        """Is there room for another bad backward pass of this step? Consequences take none of it."""
-        saved = [snapshot.step for snapshot in self.snapshots if snapshot.consequence_of is None]
+        """Is there room for another bad backward pass of this step? Consequences of spoilt weights take none of it."""
+        saved = [snapshot.step for snapshot in self.snapshots if snapshot.consequence_of is None or snapshot.carried_on is not None]
         return len({*saved, step}) <= self.limit and saved.count(step) < self.limit
 
     def another_poisoning(self) -> Poisoning:
@@ -321,6 +321,8 @@ class Logbook:
     def _keep(self, snapshot: Snapshot, poisoning: Poisoning) -> tuple[Snapshot, str | None] | None:
         fed = is_fed(snapshot.program, snapshot.tensors)
         of = poisoning.of(snapshot.step, snapshot.found, snapshot.reached.loss, fed)
+        if of is None and snapshot.carried_on is not None:
+            of = snapshot.consequence_of
         if of is not None:
             poisoning.add(snapshot.step, of)
         elif not self.wants(snapshot.step):

@@ -55,15 +55,17 @@ class Teller:
     def found(self, snapshot: Snapshot, path: str | None, left: bool = False) -> None:
         """A bad step was looked at, and written if it could be. left: to other ranks."""
         seen = snapshot.found
-        site = (seen.origin.file, seen.origin.line, seen.origin.variable, seen.kind)
+        site: object = snapshot.carried_on or (seen.origin.file, seen.origin.line, seen.origin.variable, seen.kind)
         if site in self._more:
             self._count(site)
             return
-        place = f"at {line_in(seen.origin.file, seen.origin.line)}" if seen.origin.file else f"of step {snapshot.step}"
+        known = seen.origin.file is not None and snapshot.carried_on is None
+        place = f"at {line_in(seen.origin.file or '', seen.origin.line)}" if known else f"of step {snapshot.step}"
         self._more[site] = (f"like that {place}", 0, 0)
         step = f"{snapshot.place} on {self.process}" if self.process else snapshot.place
         if snapshot.consequence_of is not None:
-            what_next = f"the weights are non-finite since step {snapshot.consequence_of}; what follows from it is counted"
+            since = snapshot.carried_on or f"the weights are non-finite since step {snapshot.consequence_of}"
+            what_next = f"{since}; what follows from it is counted"
             _say(LINE, f"{step}: {what_next}")
             return
         next_ = f"next: nanscope replay {path}" if path is not None else "it is not on disk, only in memory"
