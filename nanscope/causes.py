@@ -74,6 +74,7 @@ CAUSES: dict[Cause, CauseInfo] = {
             "a masked token came in infinite, and the backward pass multiplies inf by 0",
             "a masked token came in infinite, and the mask multiplies inf by 0",
             "a mask is multiplied by an infinity of the code, and where it is 0 that is NaN",
+            "a masked token is infinite, and the mask multiplies it by 0",
         ),
     ),
     Cause.NAN_TIMES_ZERO_MASK: CauseInfo("a masked token is NaN, and the mask multiplies it by 0", ("mask_before_op",)),

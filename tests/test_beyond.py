@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import nanscope
+from nanscope.causes import Cause
 from nanscope.replay.tries import EMPTIED
 from nanscope.verdict.incident import Incident, Verdict
 
@@ -202,8 +203,10 @@ def test_the_bad_samples_of_a_batch_are_one_fault(tmp_path: Path) -> None:
     assert test.works and not test.then
 
 
-def test_a_bound_below_a_sum_of_nothing_empties_the_weights(tmp_path: Path) -> None:
-    """0/0 for every element of an average that has begun anew: with a bound it is a model of zeros, which nobody wants."""
+@pytest.mark.parametrize(("kept", "cost"), [(0.0, EMPTIED), (1.0, "times as large as what is divided")])
+def test_a_bound_below_a_count_of_nothing_does_not_mend_the_weights(kept: float, cost: str, tmp_path: Path) -> None:
+    """0/0 for every element of an average that has begun anew: with a bound it is a model of zeros, and one of huge numbers where
+    something is kept."""
     torch.manual_seed(0)
     policy, reference = nn.Linear(4, 3), nn.Linear(4, 3).requires_grad_(False)
     shadow = {name: weight.detach().clone() for name, weight in policy.named_parameters()}
@@ -214,14 +217,48 @@ def test_a_bound_below_a_sum_of_nothing_empties_the_weights(tmp_path: Path) -> N
             with torch.no_grad():
                 count = torch.tensor(float(step != BAD))
                 for name, weight in reference.named_parameters():
-                    weight.copy_(shadow[name] * (step != BAD) / count)
+                    weight.copy_(shadow[name] * (kept if step == BAD else 1.0) / count)
                 known = reference(batch).log_softmax(-1)
             loss = (policy(batch).log_softmax(-1) - known).square().mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
     (bounded,) = [row for row in first(scope.verdict).rows if row.id == "clamp_denominator"]
-    assert bounded.works and bounded.cost == EMPTIED and not bounded.proven
+    assert bounded.works and bounded.cost.endswith(cost) and not bounded.proven
+
+
+def test_a_row_without_tokens_is_multiplied_by_no_mask_after_that(tmp_path: Path) -> None:
+    """The mask has made the mean 0 of which the loss takes the logarithm, and has nothing to do with the infinity."""
+
+    def loss(log_probs: Tensor, step: int) -> Tensor:
+        mask = torch.ones_like(log_probs)
+        mask[1] = float(step != BAD)
+        mean = (log_probs * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)
+        return -torch.log1p(-torch.exp(mean)).mean()
+
+    found = first(run(tmp_path, loss))
+    assert (found.origin.op, found.cause) == ("log1p", Cause.LOG_ZERO)
+
+
+def test_what_a_mask_multiplies_need_not_have_overflowed(tmp_path: Path) -> None:
+    def loss(log_probs: Tensor, step: int) -> Tensor:
+        mask = torch.ones_like(log_probs)
+        mask[1, 4] = 0.0
+        picked = log_probs.masked_fill((mask == 0) & (step == BAD), float("-inf"))
+        return -(picked * mask).sum() / mask.sum()
+
+    found = first(run(tmp_path, loss))
+    assert found.cause is Cause.INF_TIMES_ZERO_MASK and "overflows" not in found.sentence and "is infinite" in found.sentence
+
+
+def test_an_epsilon_that_is_added_is_written_anew(tmp_path: Path) -> None:
+    def loss(log_probs: Tensor, step: int) -> Tensor:
+        p = log_probs.exp().half()
+        p = torch.where(torch.eye(ROWS, TOKENS).bool() & (step == BAD), p / p, p)
+        return -torch.log(1 - p + 1e-8).float().mean()
+
+    (diff,) = next(row for row in first(run(tmp_path, loss)).rows if row.id == "representable_eps").diffs
+    assert diff.added == ("        return -torch.log(1 - p + 0.0001).float().mean()",)
 
 
 def test_an_operand_is_called_what_the_line_calls_it(tmp_path: Path) -> None:

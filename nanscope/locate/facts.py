@@ -83,7 +83,7 @@ def facts_of(location: Location, trace: Trace) -> Facts:
         extent=extent_of(~torch.isfinite(trace.values[origin.value_id]), origin.index) if origin.call is None else "",
         put=_put_at(trace, origin) if location.phase is Phase.INPUT and origin.call is None else "",
         whole=not bool(torch.isfinite(trace.values[origin.value_id]).any()),
-        multiplied=any(drop.how == "mask" for drop in origin.drops) and _meets_zero(location, program),
+        multiplied=any(drop.how == "mask" and not drop.before for drop in origin.drops) and _meets_zero(location, program),
         plogp=origin.op in LOGARITHMS and call is not None and _times_own_operand(program, call),
         selects_nothing=call is not None and call.name == "div" and _sums_nothing(trace, call.args[0]),
         unwritten=origin.leaf is not None and (origin.leaf.made_by == "empty" or _is_left_over(origin.leaf, trace.values[origin.value_id])),

@@ -38,7 +38,8 @@ class Namespace:
         """Return the text of a call's argument, "" where it is not certain: of `0.1 * x` the operator receives x first."""
         texts = words_of(call, site)
         if call.name in COMMUTATIVE and len(texts) == 2 and sum(isinstance(arg, Ref) for arg in call.args[:2]) == 1:
-            told = [text for text in texts if self.is_called(call.args[position], text, site)]
+            arg = call.args[position]
+            told = [text for text in texts if self.is_called(arg, text, site) or _says(text, arg)]
             return told[0] if len(told) == 1 else ""
         return texts[position] if position < len(texts) else ""
 
@@ -334,3 +335,11 @@ def roots(words: str) -> set[str]:
     if not all(isinstance(node, _PLAIN) for node in nodes) or not all(isinstance(f, ast.Attribute) and f.attr in _METHODS for f in calls):
         return set()
     return {node.id for node in nodes if isinstance(node, ast.Name)}
+
+
+def _says(text: str, arg: Arg) -> bool:
+    """Is a text of the source this very number?"""
+    try:
+        return isinstance(arg, (int, float)) and bool(ast.literal_eval(text) == arg)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return False

@@ -365,12 +365,21 @@ class Bench:
             return f"leaves a gradient {beyond:.2g} times the usual"
         if row.id == "finite_mask_fill" and self._goes_into_a_deviation():
             return DWARFED
-        if self.trace.program.computes is Computes.UPDATE and not any(bool(one.any()) for one in grads.values()):
-            return EMPTIED
+        if self.trace.program.computes is Computes.UPDATE and (made := self._made_of_a_weight(row, grads)):
+            return made
         if row.id == "clamp_denominator" and self._is_otherwise_in_float64(row):
             return UNDERFLOWED
         larger = self._larger(row, healthy) if row.id == "finite_mask_fill" else 0.0
         return f"leaves a loss {larger:.2g} times the usual" if larger > HUGE else ""
+
+    def _made_of_a_weight(self, row: Row, grads: Mapping[int, Tensor]) -> str:
+        """What an edit of an update leaves of the weight, if that is nothing, or far more than what it was made of; else ""."""
+        if not any(bool(one.any()) for one in grads.values()):
+            return EMPTIED
+        divided = self.patch.operand(0) if row.id == "clamp_denominator" else None
+        size = 0.0 if divided is None else largest_in(self.patch.values[divided])
+        larger = row.largest / size if size and row.largest is not None else 0.0
+        return f"makes a weight {larger:.2g} times as large as what is divided" if HUGE < larger < math.inf else ""
 
     def _is_otherwise_in_float64(self, row: Row) -> bool:
         """Is the step fine in float64, where it is not as it was, and its loss another one than that of an edit?"""

@@ -19,7 +19,7 @@ from nanscope.snapshot.observation import Diff
 from nanscope.verdict.incident import Fix, Incident
 
 TAB = 4
-NO_DIFF = "no diff, since it changes more than one place; the next best has one"
+NO_DIFF = "no diff of it can be written; the next best has one"
 NO_DIFF_AT_ALL = "no diff of it"
 HOMES = ("home", "Users")  # in which there is a folder a person
 

@@ -103,6 +103,7 @@ _VARIETIES: dict[Cause, tuple[Callable[[Observation], bool], ...]] = {
         lambda seen: seen.phase is Phase.INPUT and any(link.backward for link in seen.chain),
         lambda seen: seen.phase is Phase.INPUT,
         lambda seen: seen.facts.number and seen.origin.op in PRODUCTS,
+        lambda seen: seen.origin.op in PRODUCTS or seen.origin.is_pole,
     ),
     Cause.ZERO_DIV_ZERO: (lambda seen: seen.origin.op in NORMALISATIONS, lambda seen: seen.facts.degenerate),
     Cause.ZERO_DENOMINATOR: (lambda seen: seen.facts.degenerate, lambda seen: seen.facts.computed),
