@@ -15,6 +15,7 @@ from torch.nn import functional
 
 import nanscope
 from nanscope.causes import Cause
+from nanscope.replay.initialised import UNWRITTEN
 from nanscope.replay.tries import EMPTIED
 from nanscope.verdict.incident import Incident, Verdict
 
@@ -259,6 +260,44 @@ def test_an_epsilon_that_is_added_is_written_anew(tmp_path: Path) -> None:
 
     (diff,) = next(row for row in first(run(tmp_path, loss)).rows if row.id == "representable_eps").diffs
     assert diff.added == ("        return -torch.log(1 - p + 0.0001).float().mean()",)
+
+
+def test_memory_that_nobody_has_written_to_is_allocated_as_zeros(tmp_path: Path) -> None:
+    """And what puts a number in the place of a NaN is no fix of it: the next time it holds another number."""
+
+    def loss(log_probs: Tensor, step: int) -> Tensor:
+        old = torch.empty(ROWS, TOKENS)
+        for row in range(ROWS - (step == BAD)):
+            old[row] = log_probs.detach()[row]
+        return torch.exp(log_probs - old).mean()
+
+    filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True)
+    try:
+        torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+        found = first(run(tmp_path, loss))
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
+    rows = {row.id: row for row in found.rows}
+    assert found.fixes[0].id == "initialise_memory" and found.fixes[0].works
+    assert [diff.added for diff in rows["initialise_memory"].diffs] == [("        old = torch.zeros(ROWS, TOKENS)",)]
+    assert rows["drop_invalid_sample"].cost == UNWRITTEN
+
+
+def test_an_infinity_is_told_where_it_was_made(tmp_path: Path) -> None:
+    """It does no harm there, and none until it meets a mask; also where the file does not hold that part of the program."""
+
+    def loss(log_probs: Tensor, step: int) -> Tensor:
+        logits = torch.stack([log_probs, -log_probs], -1).repeat(1, 1, 600)
+        logits = logits.index_fill(-1, torch.tensor([7]), float("-inf"))
+        picked = logits.log_softmax(-1)[..., 7 if step == BAD else 8]
+        mask = (torch.arange(TOKENS) < 3).float().expand(ROWS, TOKENS)
+        return -(picked.masked_fill((mask == 1) & (step == BAD), -1.0) * mask).mean()
+
+    found = first(run(tmp_path, loss))
+    line = next(n for n, text in enumerate(Path(__file__).read_text(encoding="utf-8").splitlines(), 1) if "logits.index_fill" in text)
+    assert f"is −inf since test_beyond.py:{line}: logits.index_fill(" in found.sentence, found.sentence
 
 
 def test_an_operand_is_called_what_the_line_calls_it(tmp_path: Path) -> None:

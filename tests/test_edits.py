@@ -29,6 +29,15 @@ LOWEST = torch.finfo(torch.float32).min / 4
 TINY = torch.finfo(torch.float32).eps
 
 
+def allocated(x: Tensor) -> Tensor:
+    """Fresh memory has a fixed content here: NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        return torch.empty(x.shape)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 @dataclass(frozen=True)
 class Case:
     """A loss that goes wrong, the same loss mended by hand, and the edit that makes the one of the other."""
@@ -84,6 +93,7 @@ def fed(logps: Tensor, rollout_logps: Tensor) -> Tensor:
 
 
 CASES = [
+    Case("initialise_memory", "never written", lambda x: (x + allocated(x)).sum(), lambda x: x.sum(), lambda: (torch.ones(3, requires_grad=True),)),
     Case("mask_before_op", "multiplied", ratio_of, ratio_masked_first, lambda: (*logps_with(-200.0), hole())),
     Case("mask_before_op", "selected", ratio_selected, ratio_masked_first, lambda: (*logps_with(-200.0), hole())),
     Case(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanscope.locate.birth import birth_of
 from nanscope.locate.blame import blame_of
 from nanscope.locate.drops import Drop
 from nanscope.locate.facts import facts_of
@@ -43,7 +44,14 @@ def observe(location: Location, trace: Trace) -> Observation:
         chain[location.met] = replace(chain[location.met], text=f"{chain[location.met].text} (also of {_birth_words(location.other)})")
     origin = replace(_told(_as_returned(location.origin, trace), trace.program), batch=_in_batch(location.origin, trace))
     facts, blame = facts_of(location, trace), blame_of(location, trace)
-    return Observation(phase=location.phase, origin=origin, chain=tuple(chain), facts=facts, blame=blame)
+    born = born_at(location.origin, trace)
+    return Observation(phase=location.phase, origin=origin, chain=tuple(chain), facts=facts, born=born, blame=blame)
+
+
+def born_at(origin: Element, trace: Trace) -> str:
+    """Return where the infinity was made that an origin makes NaN of, in words, "" where its own line says so, or that is not known."""
+    found = birth_of(origin, trace)
+    return "" if found is None else f"{operand_name(origin, found[0])} {found[1]}"
 
 
 def _in_batch(origin: Element, trace: Trace) -> tuple[int, ...] | None:

@@ -26,6 +26,7 @@ from nanscope.program.ops import COPIES, SPREADS
 from nanscope.program.program import Program
 from nanscope.program.spelling import ANY, ATOM, Phrase
 from nanscope.replay.handwriting import literal, written
+from nanscope.replay.initialised import zeroed
 from nanscope.replay.namespace import Namespace, alike, roots
 from nanscope.replay.statement import Span, Statement
 from nanscope.roles import Role, last_word, role_of
@@ -256,6 +257,9 @@ class _Comparison:
     def _result(self, value: int, last: int) -> Iterator[_Change]:
         """What is put after a call, or as a statement of its own before what came in is first read."""
         maker = self.before.maker(value)
+        if self._made[last].name == "zeros_like" and maker is None:
+            yield self._allocation(value)
+            return
         site = None if maker is None or self._is_bound_anew(last) else self.before.site_of(maker)
         statement = None if site is None else Statement.of(site)
         plain = maker is not None and statement is not None and len(maker.outs) == 1 and statement.calls_it(maker.name)
@@ -264,6 +268,15 @@ class _Comparison:
             return
         text = self._text(Ref(last), site, {value: statement.text(statement.node)})
         yield _Change(site.file, statement, statement.node, text)
+
+    def _allocation(self, value: int) -> _Change:
+        """Zeros, where memory was allocated that nobody has written to."""
+        site = self.before.made_at(next((leaf for leaf in self.before.leaves if leaf.id == value), None))
+        statement = None if site is None else Statement.of(site)
+        text = None if statement is None else zeroed(statement.text(statement.node).text)
+        if site is None or statement is None or text is None:
+            raise _Unwritable
+        return _Change(site.file, statement, statement.node, Phrase(text))
 
     def _first_reads(self, value: int, last: int) -> Iterator[_Change]:
         """A statement of its own in each function that reads what came in, before it does so for the first time."""

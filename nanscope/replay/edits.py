@@ -55,6 +55,7 @@ from nanscope.program.program import Program
 from nanscope.program.summary import broadcasts
 from nanscope.replay.dropped import drop_invalid_sample, reject_input
 from nanscope.replay.emptiness import guard_empty
+from nanscope.replay.initialised import initialise_memory
 from nanscope.replay.matrices import apart
 from nanscope.replay.normalisations import with_eps
 from nanscope.replay.patch import Insert, Patch, Variant, after, before, in_order, index_in
@@ -532,6 +533,7 @@ EDITS: dict[str, Callable[[Patch], Variant | None]] = {
     "guard_empty": guard_empty,
     "drop_invalid_sample": drop_invalid_sample,
     "reject_input": reject_input,
+    "initialise_memory": initialise_memory,
     "avoid_singular_op": avoid_singular_op,
     "skip_disabled_term": skip_disabled_term,
 }

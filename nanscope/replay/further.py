@@ -110,4 +110,7 @@ def _again(first: Variant, there: Patch, more: Variant) -> str:
 
 def _at(there: Patch) -> str:
     site = there.origin.site
-    return f"at line {site.line}" if site is not None and site.line else "elsewhere"
+    if site is None or not site.line:
+        return "elsewhere"
+    several = len({one.file for one in there.program.sites}) > 1
+    return f"at {line_in(site.file, site.line)}" if several else f"at line {site.line}"

@@ -27,7 +27,7 @@ from nanscope.plain import frame
 from nanscope.program.by_rows import execute_ends
 from nanscope.program.calls import Computes
 from nanscope.program.numbers import is_finite, is_spoilt, largest_in
-from nanscope.program.ops import ADDITIONS, SPREADS
+from nanscope.program.ops import ADDITIONS, SPREADS, carries
 from nanscope.program.program import Program
 from nanscope.program.run import Run
 from nanscope.replay.counterfactual import otherwise
@@ -35,6 +35,7 @@ from nanscope.replay.diffs import diffs
 from nanscope.replay.dropped import further_on
 from nanscope.replay.edits import BOUNDING, CONTROLS, EDITS, FILL_IN, TIGHTER, WIDER
 from nanscope.replay.further import UNMADE, Edit, EditedPlace, also_at, beside, everywhere, following, then
+from nanscope.replay.initialised import UNWRITTEN, is_unwritten
 from nanscope.replay.invented import INVENTED, invents
 from nanscope.replay.patch import Patch, Variant
 from nanscope.replay.reference import Healthy, results
@@ -352,6 +353,8 @@ class Bench:
     def _cost(self, row: Row, variant: Variant, grads: Mapping[int, Tensor], healthy: Healthy | None) -> str:
         """What is to be said against an edit that heals, whatever it does to healthy elements; "" if nothing is."""
         filled = row.id in FILL_IN or (row.id == "finite_mask_fill" and self.patch.op in ADDITIONS)
+        if filled and is_unwritten(self.patch):
+            return UNWRITTEN
         if filled and invents(self.trace.program, variant.fills, grads, healthy, self.patch.origin.masked is False):
             return INVENTED
         leaf = self.patch.origin.leaf
@@ -376,10 +379,17 @@ class Bench:
         """What an edit of an update leaves of the weight, if that is nothing, or far more than what it was made of; else ""."""
         if not any(bool(one.any()) for one in grads.values()):
             return EMPTIED
-        divided = self.patch.operand(0) if row.id == "clamp_denominator" else None
+        divided = self.patch.operand(0) if row.id == "clamp_denominator" and self._is_the_weight() else None
         size = 0.0 if divided is None else largest_in(self.patch.values[divided])
         larger = row.largest / size if size and row.largest is not None else 0.0
         return f"makes a weight {larger:.2g} times as large as what is divided" if HUGE < larger < math.inf else ""
+
+    def _is_the_weight(self) -> bool:
+        """Is what was made at the origin the weight itself, and no step by which that is moved?"""
+        program, value = self.trace.program, self.trace.program.output
+        while value != self.patch.origin.value_id and (call := program.maker(value)) is not None and carries(call.op):
+            value = next(call.inputs())
+        return value == self.patch.origin.value_id
 
     def _is_otherwise_in_float64(self, row: Row) -> bool:
         """Is the step fine in float64, where it is not as it was, and its loss another one than that of an edit?"""

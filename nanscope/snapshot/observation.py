@@ -308,8 +308,9 @@ class Observation:
     masked: whether the loss counts the element, where only the process could tell. scale: of a spike, how far out of scale it is; of
     what was absorbed, what was made of it.
     optimizer: class of the one whose update did it. weight: name of what it updated. settings: of the optimizer, those that are not finite,
-    in words. tried: how the step ran under edits in the process. past: of a weight. blame: what came in far out of its own range, and made
-    the origin overflow. poisoned_at: the earlier step whose update made weights non-finite. source: rank and sentence of the incident of
+    in words. tried: how the step ran under edits in the process. past: of a weight. born: where the infinity was made that the origin makes
+    NaN of, in words. blame: what came in far out of its own range, and made the origin overflow. poisoned_at: the earlier step whose update
+    made weights non-finite. source: rank and sentence of the incident of
     another rank in the same step. Both are known when the steps of a run are told together, and stand in no file.
     """
 
@@ -326,6 +327,7 @@ class Observation:
     settings: str = ""
     tried: tuple[Row, ...] = ()
     past: Past = NO_PAST
+    born: str = ""
     blame: Blame | None = None
     poisoned_at: int | None = None
     source: str = ""
@@ -369,6 +371,7 @@ class Observation:
             settings=seen.settings or self.settings,
             tried=seen.tried or self.tried,
             past=self.past if seen.past == NO_PAST else seen.past,
+            born=seen.born or self.born,
             blame=self.blame or seen.blame,
         )
 
@@ -388,6 +391,7 @@ class Observation:
             masked=self.masked,
             rows=self.tried,
             past=None if self.past == NO_PAST else self.past,
+            born=self.born,
         )
         found = {key: show(value) for key, value in asdict(written).items() if value or (key == "masked" and value is not None)}
         if self.phase is not None:
@@ -422,6 +426,7 @@ class Observation:
             settings=written.settings,
             tried=written.rows,
             past=written.past or NO_PAST,
+            born=written.born,
             blame=read(Blame | None, where.get("blame")),
         )
 
@@ -451,6 +456,7 @@ class _Written:
     masked: bool | None = None
     rows: tuple[Row, ...] = ()
     past: Past | None = None
+    born: str = ""
 
 
 _SIGNS: tuple[tuple[Kind, Callable[[_Written], bool]], ...] = (

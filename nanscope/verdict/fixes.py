@@ -53,6 +53,8 @@ def _wanted(seen: Observation, cause: Cause) -> tuple[str, ...]:
     if cause is Cause.EPS_UNDERFLOW and seen.phase is Phase.OPTIMIZER:
         return ("representable_eps", "upcast_fp32")  # eps is the setting that people can change
     wanted = CAUSES[cause].fixes
+    if cause is Cause.UNINITIALIZED:
+        return wanted  # whatever a mask takes out, the memory has to be written
     if cause is Cause.BAD_INPUT and of_setting(seen):
         return ("validate_config",)
     if cause is Cause.BAD_INPUT and seen.facts.number:  # no sample has brought it

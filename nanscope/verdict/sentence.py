@@ -40,7 +40,7 @@ def sentence(snapshot: Snapshot, seen: Observation, cause: Cause) -> str:
     """Return what is to be said of a bad step."""
     why = "" if cause is Cause.UNKNOWN or seen.origin.op == UNMADE else reason(seen, cause)
     end = _END.get(seen.kind, _reached)(seen, snapshot.reached)
-    behind = f"Behind it: {blamed(seen.blame)}" if seen.blame is not None else ""
+    behind = f"Behind it: {blamed(seen.blame)}" if seen.blame is not None else f"The infinity: {seen.born}" if seen.born else ""
     told = _unseen(snapshot) if _is_unseen(seen) else what(seen)
     return ". ".join(part for part in (told, behind, _not_looked_into(snapshot, seen), _capital(why), _capital(end)) if part) + "."
 

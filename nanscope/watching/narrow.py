@@ -13,7 +13,7 @@ from torch import Tensor
 from nanscope.errors import ProgramError
 from nanscope.locate.location import locate
 from nanscope.locate.names import Names
-from nanscope.locate.observe import observe
+from nanscope.locate.observe import born_at, observe
 from nanscope.locate.origin import Location
 from nanscope.locate.trace import Trace
 from nanscope.program.calls import Call, Computes, Leaf, refs
@@ -40,6 +40,8 @@ def to_save(snapshot: Snapshot, look: Look, save_tokens: bool) -> Snapshot:
         program, tensors, grads = EMPTY, {}, {}  # weights of a real model are not for a file that is attached to an issue
     seen = snapshot.observation
     narrowed = program is not snapshot.program or program.computes is Computes.UPDATE  # one that was made once more may go bad elsewhere
+    if look.location is not None and look.trace is not None and narrowed:
+        seen = replace(seen, born=born_at(look.location.origin, look.trace))
     if look.location is not None and look.trace is not None and narrowed and not _holds(look.location, look.trace, program, tensors):
         if not _same_origin(look.location, program, tensors):
             seen = replace(observe(look.location, look.trace).joined(seen), outside=True)
