@@ -417,6 +417,8 @@ def test_a_learning_rate_that_has_just_jumped_is_told_of_a_loss_that_runs_away(t
             optimizer.step()
     told = [note.text for incident in scope.verdict.incidents for note in incident.notes if note.slug == "rate_jumped"]
     assert told and set(told) == {"the learning rate went from 0.01 to 10 in step 9"}
+    overflowed = next(incident for incident in scope.verdict.incidents if incident.cause is Cause.MAGNITUDE_OVERFLOW)
+    assert ". The learning rate went from 0.01 to 10 in step 9. " in overflowed.sentence
 
 
 def test_a_warmup_is_no_jump() -> None:

@@ -42,7 +42,10 @@ def sentence(snapshot: Snapshot, seen: Observation, cause: Cause) -> str:
     end = _END.get(seen.kind, _reached)(seen, snapshot.reached)
     behind = f"Behind it: {blamed(seen.blame)}" if seen.blame is not None else f"The infinity: {seen.born}" if seen.born else ""
     told = _unseen(snapshot) if _is_unseen(seen) else what(seen)
-    return ". ".join(part for part in (told, behind, _not_looked_into(snapshot, seen), _capital(why), _capital(end)) if part) + "."
+    runs_away = cause in (Cause.UNKNOWN, Cause.MAGNITUDE_OVERFLOW) and not behind
+    jump = next((text for slug, text in snapshot.notes if slug == "rate_jumped" and runs_away), "")
+    parts = (told, behind, _not_looked_into(snapshot, seen), _capital(why), _capital(jump), _capital(end))
+    return ". ".join(part for part in parts if part) + "."
 
 
 def blamed(blame: Blame) -> str:
