@@ -376,6 +376,25 @@ def test_not_many_graphs_wait() -> None:
     assert len(tape.notes.pending) > 100
 
 
+def test_a_graph_that_was_freed_weighs_nothing() -> None:
+    """However many micro-batches a step has, what waits of those that were differentiated holds no activations."""
+    tape, weight = Tape(), fresh(3)
+    mode = TapeMode(tape)
+    with mode:
+        for number in range(3 * weighing.WEIGHT // weighing.GRAPH):
+            mode.sleep("model")
+            out = weight.exp()
+            mode.wake("model")
+            loss = (out * 2).add(1).mul(3).sum()
+            assert tape.notes.weight >= weighing.GRAPH
+            mode.sleep("backward")
+            loss.backward()
+            mode.wake("backward")
+            tape.has_passed(lambda: None)
+            assert tape.notes.weight <= 5 * (number + 1) * weighing.CALL
+        assert len(waiting(tape)) >= 4 * 3 * weighing.WEIGHT // weighing.GRAPH
+
+
 def test_a_view_weighs_as_the_memory_that_it_is_a_part_of() -> None:
     """Also when it has been looked what has come to nothing, and when a step was closed."""
     tape, kept = Tape(), list[Tensor]()

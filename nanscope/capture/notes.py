@@ -78,6 +78,7 @@ class Notes:
         self._shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # each once, for all calls, and none of torch's class: see `RawCall`
         self._strides: dict[tuple[int, ...], tuple[int, ...]] = {}
         self.weight, self.most, self.graph = 0, min(WEIGHT, budget >> 4), GRAPH
+        self._graphs = 0  # of the weight, what stands for graphs that no pass has freed
         self.idle, self.due = 0, IDLE
         self.taken = 0  # times that what waits was taken
         self.shown = 0  # what a `detach` has made, by identity, that may be seen once more, see DETACH_IS_SEEN_TWICE
@@ -112,8 +113,12 @@ class Notes:
             return False
         self.weight += weight + read + (0 if destroyed is None else destroyed.nbytes)
         makers, number = self._makers, len(self.pending)
-        for known in fresh:
-            makers.light[known] = NOBODY
+        if fresh:
+            for known in fresh:
+                makers.light[known] = NOBODY
+            self._graphs += self.graph * sum(
+                type(arg) is Tensor and arg.requires_grad and not arg.is_leaf and id(arg) in fresh for arg in args
+            )
         if seen or not results or destroyed is not None:
             makers.make(operator, results, number)
         else:  # what a factory makes torch hands out as a copy if somebody else holds it
@@ -228,6 +233,11 @@ class Notes:
     def later(self, what: Later) -> None:
         """Have something done when all calls so far have been understood."""
         self.pending.append(what)
+
+    def graphs_are_freed(self) -> None:
+        """A backward pass has ended that keeps no graph: what waits holds no activations of a model any more."""
+        self.weight -= self._graphs
+        self._graphs = 0
 
     def begin_stretch(self) -> None:
         """A stretch of calls begins: a backward pass has ended, or a call was made that does not wait, or has written to weights."""
@@ -368,7 +378,7 @@ class Notes:
         """These wait from one number on, before what has come meanwhile."""
         self.pending[first:first] = calls
         self._makers = self._old.makers.twin()
-        self.weight = self._old.bytes + self._old.calls * CALL
+        self.weight, self._graphs = self._old.bytes + self._old.calls * CALL, 0
         self.taken += 1
         self.idle, self.due = 0, IDLE
         for known in (self._shapes, self._strides):

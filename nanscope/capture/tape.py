@@ -652,6 +652,7 @@ class Tape:
         """A backward pass is over whose loss was not written down, and may be later, by whoever asks for it. over: the values that it has
         differentiated then, as in `forget`."""
         self._pass_by()
+        self.notes.graphs_are_freed()
         number = sequence_number()
         self.notes.later(Later(lambda: self._forget_values(over(), (), False, number), lambda: self._doubts.settle(True, (), number)))
 
