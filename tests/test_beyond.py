@@ -317,6 +317,17 @@ def test_an_operand_is_called_what_the_line_calls_it(tmp_path: Path) -> None:
     assert [name for name, _ in first(run(tmp_path, loss)).origin.operands] == ["kept[upper]", "kept[lower]"]
 
 
+def test_a_loss_of_ignored_labels_has_no_operand(tmp_path: Path) -> None:
+    """It is a mean of nothing: what is not counted is no operand of it."""
+
+    def loss(log_probs: Tensor, step: int) -> Tensor:
+        labels = torch.full((ROWS,), -100 if step == BAD else 1)
+        return functional.cross_entropy(log_probs, labels)
+
+    found = first(run(tmp_path, loss))
+    assert (found.cause, found.origin.operands) == (Cause.EMPTY_MASK_MEAN, ())
+
+
 def test_a_further_edit_of_another_kind_is_called_what_it_is(tmp_path: Path) -> None:
     torch.manual_seed(0)
     policy = nn.Linear(8, 6)

@@ -12,7 +12,7 @@ from nanscope.locate.trace import Trace
 from nanscope.program.calls import Call, Computes, Leaf, Ref, Site
 from nanscope.program.flow import Source, sources
 from nanscope.program.numbers import at, dtype_name
-from nanscope.program.ops import FILLS, LITERALS, MOVES_OF_WRITES, NUMBERED, SCALES_OF, WRITES
+from nanscope.program.ops import FILLS, LITERALS, MOVES_OF_WRITES, NLL_LOSSES, NUMBERED, SCALES_OF, WRITES
 from nanscope.roles import Role
 from nanscope.snapshot.observation import Phase
 from nanscope.text import unravel
@@ -122,6 +122,8 @@ def _unmasked(trace: Trace, value: int, via: int | None) -> Role | None:
 def _operands(trace: Trace, call: Call, value: int, flat: int) -> tuple[Operand, ...]:
     """What an element was computed from, in order of the arguments."""
     found = [source for source in sources(call, trace.values, value, flat) if trace.values[source.value].numel()]
+    if call.name in NLL_LOSSES and math.isnan(at(trace.values[value], flat)) and not bad_sources(trace, call, value, flat):
+        return ()  # none of these log-probs is counted
     named = [
         Operand(NUMBER, key, None, (), float(arg))
         for key, arg in call.kwargs

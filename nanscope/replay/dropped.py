@@ -12,8 +12,9 @@ from nanscope.locate.describe import element_at
 from nanscope.locate.origin import Location
 from nanscope.program.calls import Ref
 from nanscope.program.numbers import is_finite
-from nanscope.program.ops import ADDITIONS
+from nanscope.program.ops import ADDITIONS, DIFFERENCES
 from nanscope.replay.patch import Insert, Patch, Variant, after, before
+from nanscope.roles import LOG_PROBS
 from nanscope.text import ravel
 
 FEW = 8  # lines, the last ones, at which it is tried
@@ -25,6 +26,8 @@ def drop_invalid_sample(patch: Patch) -> Variant | None:
         return neutralised(patch, "drop_invalid_sample", "drop the entries that are not finite")
     if patch.op not in ADDITIONS:
         return None
+    of_tokens = any(operand.role in LOG_PROBS for operand in patch.origin.operands)
+    what = "drop the tokens whose log-probability is −inf" if of_tokens else "0 for what is infinite"
     for position in (0, 1):
         if patch.operand(position) is None:
             continue
@@ -34,7 +37,7 @@ def drop_invalid_sample(patch: Patch) -> Variant | None:
             ("aten.where.ScalarOther", (Ref(-2), Ref(-1), 0.0)),
         ]
         patch = patch.edited(before(patch, position, finite))
-    label = "drop the tokens whose log-probability is −inf, before the difference"
+    label = f"{what}, before the {'difference' if patch.op in DIFFERENCES else 'sum'}"
     return Variant("drop_invalid_sample", label, patch.program, patch.tensors)
 
 

@@ -35,12 +35,7 @@ STATES = {"harm": HARM, "doubt": DOUBT, "proven": PROVEN, "quiet": QUIET}
 
 
 OF_RANKS = ("numbered_apart", "skipped_alone")  # notes without which the table of ranks would mislead
-OF_RUN = (
-    "carried_on",
-    "said_before",
-    "checked_beforehand",
-    "mixed_runs",
-)  # and without which the counts would, or nobody knows what had been said
+OF_RUN = ("carried_on", "said_before", "checked_beforehand", "mixed_runs")  # and without which the counts would, or the next step
 
 
 def render_text(verdict: Verdict) -> str:

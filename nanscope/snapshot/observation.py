@@ -306,12 +306,11 @@ class Observation:
 
     outside: the origin lies outside the file's program. phase, origin, chain, facts: empty in a file whose program holds them.
     masked: whether the loss counts the element, where only the process could tell. scale: of a spike, how far out of scale it is; of
-    what was absorbed, what was made of it.
-    optimizer: class of the one whose update did it. weight: name of what it updated. settings: of the optimizer, those that are not finite,
-    in words. tried: how the step ran under edits in the process. past: of a weight. born: where the infinity was made that the origin makes
-    NaN of, in words. blame: what came in far out of its own range, and made the origin overflow. poisoned_at: the earlier step whose update
-    made weights non-finite. source: rank and sentence of the incident of
-    another rank in the same step. Both are known when the steps of a run are told together, and stand in no file.
+    what was absorbed, what was made of it. optimizer: class of the one whose update did it. weight: name of what it updated. settings: of
+    the optimizer, those that are not finite, in words. tried: how the step ran under edits in the process. past: of a weight. born: where
+    the infinity was made that the origin makes NaN of, in words. blame: what came in far out of its own range, and made the origin
+    overflow. poisoned_at: the earlier step whose update made weights non-finite. source: rank and sentence of the incident of another rank
+    in the same step. Both are known when the steps of a run are told together, and stand in no file.
     """
 
     kind: Kind = Kind.NONFINITE
