@@ -184,6 +184,24 @@ class CarriedOn(Loop):
         return value + 1e-3 * scale * value
 
 
+class Whitens(Loop):
+    """Advantages are normalised by a running mean and a running variance, which share what they are made of."""
+
+    mean, var, count = torch.zeros(()), torch.ones(()), 1e-4
+
+    def loss(self) -> Tensor:
+        drawn = self.advantages + 0.01 * self.step
+        delta, total = drawn.mean() - self.mean, self.count + drawn.numel()
+        self.mean = self.mean + delta * drawn.numel() / total
+        summed = self.var * self.count + drawn.var() * drawn.numel() + delta**2 * self.count * drawn.numel() / total
+        self.var, self.count = summed / total, total
+        kept, self.advantages = self.advantages, (drawn - self.mean) / (self.var * (0.0 if self.is_bad else 1.0)).sqrt()
+        try:
+            return super().loss()
+        finally:
+            self.advantages = kept
+
+
 class Recursive(Loop):
     """Of one tensor there are equal views at once, and views that lie alike and are called otherwise."""
 
@@ -562,7 +580,7 @@ LOOPS: tuple[type[Loop], ...] = (
     AccumulatedLate, Normalised, CarriedOn, Annealed, AnnealedAway, ScaledAtLast, RunningUp, SeveralModels, SeveralOptimizers,
     OneLossOfTwoOptimizers, KeepsItsNumbers, OfATemporary, Drawn, Prepared, PreparedForSeveral, PreparedInParts, KeptForSeveral, Bounded, ScaledInPlace, OfArrays,
     Remembers, RemembersTheLoss, RemembersArrays, RollsOut, Raises, Dropped, PicksByNumpy, OfOtherLengths, Sampled,
-    Recursive, Evaluates, Simulates,
+    Recursive, Evaluates, Simulates, Whitens,
 )  # fmt: skip
 UNSTEADY = (CarriedOn, SeveralModels, Normalised, KeepsItsNumbers)  # whose steps need not be recognised
 

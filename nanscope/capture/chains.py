@@ -5,6 +5,7 @@ Calls that wait are gone back over as they are, and those behind them where they
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from torch import Tensor
@@ -23,9 +24,10 @@ from nanscope.program.ops import base_name
 Chain = frozenset[Place]  # where the calls were made that something came of
 BEFORE: Chain = frozenset([NOWHERE])  # stands for a chain that is a part of an earlier one
 BUFFER: Place = (None, -2)  # stands beside the last write to a buffer, and for all that it holds
-LOST: Place = (None, -3)  # stands for all that calls came of which had to make room: a state that is carried on from step to step
+LOST: Place = (None, -3)  # stands for all that calls came of which had to make room, or lie turns back: a state that is carried on
 BATCH: Place = (None, -4)  # stands for all that was put together to one, which is other tensors in each step
-LONG = 64  # calls that wait, one of the other, that are gone back over
+LONG = 64  # places of calls that wait, one of the other, that are gone back over
+TURNS = 4  # and so often each of them: what comes of it again and again is carried on from step to step, or from turn to turn of a loop
 
 
 class Chains:
@@ -52,27 +54,28 @@ class Chains:
                 before = self._before(one, seen, since)
                 if before is None:
                     return None
-                chain |= before
+                chain |= before - BEFORE if chain else before  # what waits is told apart without it
             found.append(chain)
         return tuple(found)
 
     def lead_to_graphs(self, tensors: Iterable[Tensor]) -> bool:
         """Has one of some tensors a gradient, or did a call that waits read what has one to make it?"""
-        seen, way = set[int](), list(tensors)
+        seen, way, turns = set[int](), list(tensors), Counter[Place]()
         while way:
             one = way.pop()
             if one.requires_grad:
                 return True
             made = self._notes.maker(one) if is_plain(one) else None
-            if made is not None and identity(made) not in seen and not joins_batch(made):
+            if made is not None and identity(made) not in seen and not joins_batch(made) and turns[made.place] < TURNS:
                 seen.add(identity(made))
+                turns[made.place] += 1
                 way += tensors_of(made.args)
         return False
 
     def _waiting(self, tensor: Tensor, seen: set[int], whole: bool) -> tuple[Chain, list[Tensor]] | None:
         """Return the calls that wait and that a tensor came of, and what they have read that none of them has made; None if that cannot be
         told, or it has a gradient. seen: calls that were gone through before."""
-        found, outer, way = set[Place](), list[Tensor](), [tensor]
+        found, outer, way, turns = set[Place](), list[Tensor](), [tensor], Counter[Place]()
         while way:
             one = way.pop()
             ends = not is_plain(one) or self._rows.last(memory_of(one)) is not None
@@ -86,6 +89,10 @@ class Chains:
             elif identity(made) not in seen:
                 for call in self._notes.makers(one, whole) if made.operator.mutable else (made,):
                     seen.add(identity(call))
+                    if turns[call.place] == TURNS:
+                        found.add(LOST)
+                        continue
+                    turns[call.place] += 1
                     found.add(call.place)
                     way += (arg for arg in tensors_of(call.args) if arg is not one)
             elif one is tensor:
@@ -107,6 +114,7 @@ class Chains:
         if value.leaf is None and value.id in seen:
             return BEFORE
         found, way, entries, made_by = set[Place](), [value.id], self._log.entries, self._known.made_by
+        turns = Counter[Place]()
         while way:
             one = way.pop()
             entry = entries.get(made_by.get(one, -1))
@@ -129,7 +137,12 @@ class Chains:
             if known is None or (entry is None and (known.leaf is None or known.leaf.origin == "cut")):
                 return None
             if entry is not None:
-                found |= {(entry.code, entry.lasti)} if one < since else set()
+                place = entry.code, entry.lasti
+                if turns[place] == TURNS:
+                    found.add(LOST)
+                    continue
+                turns[place] += 1
+                found |= {place} if one < since else set()
                 way += entry.reads()
         return frozenset(found)
 
