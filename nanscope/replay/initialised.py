@@ -14,18 +14,23 @@ UNWRITTEN = "this is memory that nobody has written to: it may as well hold fini
 
 def is_unwritten(patch: Patch) -> bool:
     """Is the origin memory as the code of the loss has allocated it?"""
-    site = patch.program.made_at(patch.origin.leaf)
-    return patch.origin.call is None and site is not None and zeroed(site.expression) is not None
+    return zeroed(_allocation(patch)) is not None
 
 
 def initialise_memory(patch: Patch) -> Variant | None:
     """Allocate zeros."""
-    site = patch.program.made_at(patch.origin.leaf)
-    instead = None if site is None or patch.origin.call is not None else zeroed(site.expression)
-    if site is None or instead is None:
+    allocation = _allocation(patch)
+    instead = zeroed(allocation)
+    if instead is None:
         return None
     program = after(patch, [("aten.zeros_like.default", (Ref(-1),))])
-    return Variant("initialise_memory", f"{_called(instead)} in the place of {_called(site.expression)}", program, patch.tensors)
+    return Variant("initialise_memory", f"{_called(instead)} in the place of {_called(allocation)}", program, patch.tensors)
+
+
+def _allocation(patch: Patch) -> str:
+    """The code that allocated the memory of the origin, "" where that was made or is written to by a call."""
+    site = patch.program.made_at(patch.origin.leaf) if patch.origin.call is None else None
+    return "" if site is None else site.expression
 
 
 def zeroed(expression: str) -> str | None:

@@ -70,7 +70,7 @@ def _verdict(verdict: Verdict) -> RenderableType:
     parts += [Text(""), *(Text(f"  {words}") for words in followed)] if followed else []
     if verdict.ranks is not None:
         about = [note for note in verdict.notes if note.slug in OF_RANKS]
-        parts += [Text(""), _ranks(verdict.ranks), *(Padding(Text(f"note: {clean(note.text)}", QUIET), (0, 2)) for note in about)]
+        parts += [Text(""), _ranks(verdict.ranks), *(_note(note.text) for note in about)]
     shown = len({(incident.step, incident.update) for incident in verdict.causes})
     more = verdict.bad_steps - shown - sum(found.count for found in verdict.aftermath)
     counts = f"{count(verdict.steps, 'step')}{f' of {verdict.processes} processes' if verdict.processes > 1 else ''} watched"
@@ -79,10 +79,14 @@ def _verdict(verdict: Verdict) -> RenderableType:
     counts += f", {verdict.repaired} repaired" if verdict.repaired else ""
     parts += [Text(""), Text(f"  {counts}", QUIET)]
     said = dict.fromkeys(note.text for note in verdict.notes if note.slug in OF_RUN)
-    parts += [Padding(Text(f"note: {clean(text)}", QUIET), (0, 2)) for text in said]
+    parts += [_note(text) for text in said]
     if verdict.gaps:
         parts.append(Padding(Text(f"not seen: {clean(gap_words(verdict.gaps))}", DOUBT), (0, 2)))
     return Group(*parts)
+
+
+def _note(text: str) -> RenderableType:
+    return Padding(Text(f"note: {clean(text)}", QUIET), (0, 2))
 
 
 def _ranks(ranks: Ranks) -> RenderableType:
@@ -108,7 +112,7 @@ def _again(incident: Incident, first: Incident) -> RenderableType:
         Padding(Text(f"As in {clean(first.place)}, above{TRIED_AGAIN if incident.rows else '.'}", QUIET), (0, 2)),
     ]
     known = {note.text for note in first.notes}
-    parts += [Padding(Text(f"note: {clean(note.text)}", QUIET), (0, 2)) for note in incident.notes if note.text not in known]
+    parts += [_note(note.text) for note in incident.notes if note.text not in known]
     return Group(*parts, *_commands(incident, "replay", why=False))
 
 
@@ -133,7 +137,7 @@ def incident_shown(incident: Incident, next_verb: str = "replay") -> RenderableT
     if incident.rows:
         parts += [Text(""), tried_shown(incident)]
     parts += [Text(f"  advice (not run): {fix.id}: {clean(fix.label)}") for fix in incident.fixes if not fix.executed]
-    parts += [Padding(Text(f"note: {clean(note.text)}", QUIET), (0, 2)) for note in incident.notes]
+    parts += [_note(note.text) for note in incident.notes]
     return Group(*parts, *_commands(incident, next_verb))
 
 
