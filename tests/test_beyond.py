@@ -150,6 +150,7 @@ def test_of_an_update_that_loses_a_weight_the_operation_is_right(tmp_path: Path)
     incident = first(verdict)
     assert incident.origin.op == "mul" and abs(incident.origin.value) == float("inf")
     assert incident.origin.number(0) != 0 and "usual_weight" in notes_of(verdict)
+    assert incident.origin.operands[0][0] == "a usual weight" and "mul(a usual weight, " in incident.sentence  # no number as if it were its
 
 
 def test_a_run_whose_gradients_are_all_0_says_so(tmp_path: Path) -> None:

@@ -20,6 +20,9 @@ def row(name: str, distortion: float | None = 0.0, *, works: bool = True, kind: 
     return Row(name, f"try {name}", kind, loss, 0 if works else 1, 3, distortion, works)
 
 
+FILLED = seen("masked_fill", -INF, -INF)
+
+
 def names(fixes: tuple[Fix, ...]) -> list[str]:
     return [fix.id for fix in fixes]
 
@@ -138,9 +141,16 @@ def test_where_is_not_said_of_what_has_no_line(missing: str) -> None:
 
 
 ADVISED: dict[str, tuple[Observation, Cause, list[Row], list[str]]] = {  # -> what is named, those that are only advised with a star
-    "nothing was tried": (SEEN, Cause.INF_TIMES_ZERO_MASK, [], ["mask_before_op*", "clamp_exponent*", "finite_mask_fill*"]),
+    "nothing was tried": (FILLED, Cause.INF_TIMES_ZERO_MASK, [], ["mask_before_op*", "clamp_exponent*", "finite_mask_fill*"]),
     "nothing of it works": (
-        SEEN, Cause.INF_TIMES_ZERO_MASK, [row("clamp_exponent", works=False)], ["mask_before_op*", "finite_mask_fill*"],
+        FILLED, Cause.INF_TIMES_ZERO_MASK, [row("clamp_exponent", works=False)], ["mask_before_op*", "finite_mask_fill*"],
+    ),
+    "what overflowed was filled in by nobody": (SEEN, Cause.INF_TIMES_ZERO_MASK, [], ["mask_before_op*", "clamp_exponent*"]),
+    "a term of which some rows are 0 cannot be left out": (
+        SEEN, Cause.INF_TIMES_ZERO_COEF, [row("clamp_input", works=False)], ["clamp_exponent*"],
+    ),
+    "whether they are nobody knows of a step that was not replayed": (
+        SEEN, Cause.INF_TIMES_ZERO_COEF, [], ["clamp_exponent*", "skip_disabled_term*"],
     ),
     "all of it was tried in vain": (SEEN, Cause.EXP_OVERFLOW, [row("clamp_exponent", works=False)], []),
     "where something works nobody advises the rest": (SEEN, Cause.INF_TIMES_ZERO_MASK, [row("clamp_exponent")], ["clamp_exponent"]),

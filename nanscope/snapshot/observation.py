@@ -17,6 +17,7 @@ from nanscope.program.ops import BOUNDS, DIVISORS, GAMMAS, LOGARITHMS, TAKEN_OF
 from nanscope.roles import Role
 from nanscope.text import is_spared
 
+STOOD_IN = "a usual weight"  # an operand whose number is of about the size of the real one, which nobody kept
 LONGEST = 200  # links of a chain, operands of a value, lines of a source
 
 

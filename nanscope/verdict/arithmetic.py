@@ -8,7 +8,7 @@ mm(…) = +inf, a sum of products of numbers up to 3e+38 and 0.89
 from __future__ import annotations
 
 from nanscope.program.ops import BATCH_NORMS, FLOW, MEAN_LOSSES, SCALED, Flow
-from nanscope.snapshot.observation import Origin
+from nanscope.snapshot.observation import STOOD_IN, Origin
 from nanscope.text import number
 
 SHOWN = 4  # operands
@@ -28,5 +28,8 @@ def calculation(origin: Origin) -> str:
     if flow is not Flow.POINTWISE or origin.op in MEAN_LOSSES or len(origin.operands) > SHOWN:
         return f"{origin.op}(…) = {result}"
     plain = SCALED.get(origin.op, SHOWN)
-    args = [number(value) if at < plain else f"{name} {number(value)}" for at, (name, value) in enumerate(origin.operands)]
+    args = [
+        name if name == STOOD_IN else number(value) if at < plain else f"{name} {number(value)}"
+        for at, (name, value) in enumerate(origin.operands)
+    ]
     return f"{origin.op}({', '.join(args)}) = {result}"

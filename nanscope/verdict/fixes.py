@@ -9,7 +9,7 @@ from nanscope.causes import ADVICE, ADVICE_AGAINST, ADVICE_OF_COMPUTED, CAUSES, 
 from nanscope.program.ops import DIVISIONS, GATHERS, LITERALS, LOG_SOFTMAXES, WRITES
 from nanscope.snapshot.observation import Observation, Phase, Row
 from nanscope.text import line_in
-from nanscope.verdict.grounds import divisor, of_setting
+from nanscope.verdict.grounds import divisor, of_setting, overflows
 from nanscope.verdict.incident import Fix
 
 
@@ -36,7 +36,7 @@ def fixes_of(seen: Observation, cause: Cause, rows: Sequence[Row]) -> tuple[tupl
             natural.get(fix.id, 0),
         )
     )
-    untried = [name for name in wanted if name not in {fix.id for fix in tried}]
+    untried = [name for name in wanted if name not in {fix.id for fix in tried} and _may_be_advised(name, seen, bool(tried))]
     names = [name for name in untried if name in _NO_EDIT] or ([] if working else untried)
     against = ADVICE_OF_COMPUTED if seen.facts.computed else ADVICE_AGAINST
     advised = [Fix(name, against.get((cause, name), ADVICE[name]), where, False, None) for name in names]
@@ -46,6 +46,13 @@ def fixes_of(seen: Observation, cause: Cause, rows: Sequence[Row]) -> tuple[tupl
 
 
 _NO_EDIT = ("validate_config", "fix_upstream", "initialise_memory", "skip_bad_step")  # what no edit of the step can show to work
+
+
+def _may_be_advised(name: str, seen: Observation, tried: bool) -> bool:
+    """Does the advice fit what was found? tried: the step could be replayed, and this was no edit of it."""
+    if name == "skip_disabled_term":
+        return not tried  # the 0 is no single number, but of some rows
+    return name != "finite_mask_fill" or not overflows(seen) or seen.origin.op in LITERALS  # nobody has filled in what overflowed
 
 
 def _wanted(seen: Observation, cause: Cause) -> tuple[str, ...]:

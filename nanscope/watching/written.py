@@ -18,7 +18,7 @@ from nanscope.program.calls import Computes
 from nanscope.program.local import is_plain
 from nanscope.program.numbers import first_nonfinite
 from nanscope.program.program import Program
-from nanscope.snapshot.observation import Phase
+from nanscope.snapshot.observation import STOOD_IN, Phase
 from nanscope.watching.look import NOTHING, Look, only_seen, run_again, walked
 from nanscope.watching.states import bad_state, impossible_state
 
@@ -45,10 +45,11 @@ def update_look(
         made = update_again(optimizer, parameter, name, budget, first)
         if made is None:
             return None
-        look = walked(*made, first_in=parameter)
-        if look is not None and look.location is not None and _reads_the_weight(look.location.origin, made[0], name):
+        program, tensors = _stood_in(made[0], name), made[1]
+        look = walked(program, tensors, first_in=parameter)
+        if look is not None and look.location is not None and _reads_the_weight(look.location.origin, program):
             notes.append(("usual_weight", f"what {name} was before the update is not kept: a usual element of it stands for it"))
-        if look is None and first_nonfinite(made[0].execute(made[1], ends=True).values[made[0].output]) is None:
+        if look is None and first_nonfinite(program.execute(tensors, ends=True).values[program.output]) is None:
             if fine:
                 state = bad_state(optimizer, parameter, tape)
                 return None if state is None else only_seen(replace(state, weight=name))
@@ -60,9 +61,14 @@ def update_look(
     return replace(look, notes=(*look.notes, *notes))
 
 
-def _reads_the_weight(origin: Element, program: Program, name: str) -> bool:
+def _stood_in(program: Program, name: str) -> Program:
+    """Call what stands in an update for the weight of that name what it is."""
+    return replace(program, leaves=tuple(replace(leaf, name=STOOD_IN) if leaf.name == name else leaf for leaf in program.leaves))
+
+
+def _reads_the_weight(origin: Element, program: Program) -> bool:
     """Is the weight itself an operand of what went wrong?"""
-    own = {leaf.id for leaf in program.leaves if leaf.name == name}
+    own = {leaf.id for leaf in program.leaves if leaf.name == STOOD_IN}
     return origin.born and any(operand.id in own for operand in origin.operands)
 
 
