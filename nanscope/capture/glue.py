@@ -19,12 +19,11 @@ from torch import Tensor
 
 from nanscope.capture.entries import Opaque, Value
 from nanscope.capture.modules import KEPT_BYTES, Address, ModuleCall, place_of, tensors_in, version_of
-from nanscope.capture.slicing import NOTHING
 from nanscope.capture.tape import Tape
 from nanscope.program.calls import Call, Leaf, Ref
 from nanscope.program.local import local
 from nanscope.program.numbers import is_finite, tensor_bytes
-from nanscope.program.program import Program, join
+from nanscope.program.program import EMPTY, Program, join
 
 DEEP = 4  # calls, one behind the other, that are gone back over
 
@@ -196,7 +195,7 @@ def opened(tape: Tape, value: Value) -> tuple[Program, dict[int, Tensor]]:
         looked.add(leaf)
         within = tape.storages.within(tensors[leaf], leaf)
         with contextlib.suppress(LookupError):
-            part, own = tape.program(within) if within is not None else (NOTHING, {})
+            part, own = tape.program(within) if within is not None else (EMPTY, {})
             if part.calls:
                 program = _as_made(join([leading(part, leaf), program]).slice())
                 tensors = {one.id: {**tensors, **own}[one.id] for one in program.leaves}

@@ -16,10 +16,9 @@ from nanscope.capture.values import Values
 from nanscope.program.calls import NAMELESS, Arg, Call, Leaf, Site, moved_words
 from nanscope.program.ops import base_name
 from nanscope.program.perform import makes_floats
-from nanscope.program.program import Program
+from nanscope.program.program import EMPTY, Program
 from nanscope.roles import last_word
 
-NOTHING = Program((), (), -1)
 _NUMBER = re.compile(r"-?[0-9.]+(e-?[0-9]+)?")
 
 
@@ -78,7 +77,7 @@ class Slicing:
     def together(self, outputs: Sequence[Value], tags: dict[str, int]) -> tuple[Program, dict[int, Tensor]]:
         """Return the same of several, but for those that were not kept and cannot be recomputed; its output is the last of them."""
         wanted = [one.id for one in outputs if self._is_made(one.id) or is_intact(one)]
-        return self._sliced(wanted, tags) if wanted else (NOTHING, {})
+        return self._sliced(wanted, tags) if wanted else (EMPTY, {})
 
     def _is_made(self, value: int) -> bool:
         index = self._values.made_by.get(value)

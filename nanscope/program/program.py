@@ -326,3 +326,6 @@ def join(programs: Iterable[Program]) -> Program:
         leaves.update({leaf.id: replace(leaf, site=leaf.site + offset) if leaf.site >= 0 else leaf for leaf in program.leaves})
         output = program.output
     return Program(tuple(leaf for leaf in leaves.values() if leaf.id not in made), tuple(calls), output, tuple(sites), foreign=foreign)
+
+
+EMPTY = Program((), (), -1)  # nothing was recorded

@@ -29,11 +29,12 @@ from nanscope.snapshot.observation import Kind, Observation
 from nanscope.snapshot.step import Reached
 from nanscope.text import line_in, show_index
 from nanscope.torch_inside import compiles_backward
+from nanscope.watching.deeper import reruns_of, second_look
 from nanscope.watching.examine import Examiner, Hit
 from nanscope.watching.keeping import Keeper
 from nanscope.watching.laid import name_of
 from nanscope.watching.logbook import Logbook
-from nanscope.watching.look import Look, reruns_of, run_again, second_look
+from nanscope.watching.look import Look, run_again
 from nanscope.watching.recording import Recording
 from nanscope.watching.updates import Updates, infinite_state
 

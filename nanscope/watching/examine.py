@@ -51,18 +51,10 @@ from nanscope.snapshot.step import Reached, Snapshot
 from nanscope.torch_inside import has_backward_hooks, hooks_on
 from nanscope.watching.afterwards import arrived, by_hook, handed, hooked, late, received, update_seen, written
 from nanscope.watching.carried import CarriedOn
+from nanscope.watching.closely import look_closely, number_look
+from nanscope.watching.deeper import deeper_look, swallowed_look, weight_look
 from nanscope.watching.laid import in_its_weight, name_of
-from nanscope.watching.look import (
-    HIDING,
-    NOTHING,
-    Look,
-    deeper_look,
-    is_settled,
-    look_closely,
-    number_look,
-    swallowed_look,
-    weight_look,
-)
+from nanscope.watching.look import HIDING, NOTHING, Look, is_settled
 from nanscope.watching.narrow import to_save, with_beside
 from nanscope.watching.oddities import infinite_norm, look_for_spike, overflowing_clip, overflowing_norm, repeated_tokens
 from nanscope.watching.optimizers import Optimizers, is_left_alone, is_torchs, settings_in_words, unusable, updated_by

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from nanscope.capture.alone import has_peers
 from nanscope.foresight.hazard import Check
-from nanscope.program.program import Program
+from nanscope.program.program import EMPTY
 from nanscope.snapshot.aside import Aside, is_near
 from nanscope.snapshot.bad_step import BadStep
 from nanscope.snapshot.coverage import Gap, Status, with_gap
@@ -255,7 +255,7 @@ class Logbook:
         return Snapshot(
             step=step,
             rank=self.rank,
-            program=Program((), (), -1),
+            program=EMPTY,
             tensors={},
             loss=None if loss is None else loss.detach().clone(),
             grads={},

@@ -19,7 +19,7 @@ from nanscope.locate.trace import Trace
 from nanscope.program.calls import Call, Computes, Leaf, refs
 from nanscope.program.numbers import is_spoilt, same_bits, tensor_bytes
 from nanscope.program.ops import PICKS, flow_of
-from nanscope.program.program import Program
+from nanscope.program.program import EMPTY, Program
 from nanscope.program.run import Run
 from nanscope.replay.further import UNMADE
 from nanscope.replay.patch import Patch
@@ -28,7 +28,7 @@ from nanscope.replay.tries import replay
 from nanscope.roles import LOG_PROBS, Role, role_of
 from nanscope.snapshot.step import Snapshot
 from nanscope.verdict.because import because
-from nanscope.watching.look import LARGEST_CALL, Look
+from nanscope.watching.look import Look
 
 
 def to_save(snapshot: Snapshot, look: Look, save_tokens: bool) -> Snapshot:
@@ -112,7 +112,7 @@ WIDE_FACTOR = 8  # a tensor this many times larger than the tokens of the loss i
 
 WIDE_BYTES = 1 << 20
 
-EMPTY = Program((), (), -1)
+LARGEST_CALL = 8 << 20  # bytes of the operands of a single call inside the model that are saved
 
 SNAPSHOT_BYTES = 64 << 20  # leaves larger than this in all are not written
 

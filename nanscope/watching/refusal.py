@@ -32,8 +32,10 @@ from nanscope.program.numbers import first_nonfinite
 from nanscope.snapshot.observation import Phase
 from nanscope.snapshot.step import Reached
 from nanscope.torch_inside import MODULE_CALLED
+from nanscope.watching.closely import look_closely
+from nanscope.watching.deeper import deeper_look, weight_look
 from nanscope.watching.examine import Examiner, Hit
-from nanscope.watching.look import Look, deeper_look, look_closely, named_there, only_seen, told, weight_look
+from nanscope.watching.look import Look, named_there, only_seen, told
 from nanscope.watching.recording import Recording
 
 _OF_NUMBERS = re.compile(

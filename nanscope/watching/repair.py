@@ -36,10 +36,10 @@ from nanscope.program.program import Program
 from nanscope.snapshot.step import Reached, Snapshot, place
 from nanscope.text import count, line_in, number
 from nanscope.verdict.proof import Proof, Site, prove
+from nanscope.watching.deeper import AGREES
 from nanscope.watching.examine import Examiner, Hit
 from nanscope.watching.keeping import Keeper
 from nanscope.watching.logbook import Logbook
-from nanscope.watching.look import AGREES
 from nanscope.watching.mending import Gradients, Mending
 from nanscope.watching.recording import Recording
 

@@ -13,7 +13,8 @@ from torch import nn
 from nanscope.capture.alone import alone
 from nanscope.capture.follow import Made
 from nanscope.capture.modules import ModuleWatch
-from nanscope.watching.look import Look, is_settled, made_look, reruns_of, run_again, told, walked
+from nanscope.watching.deeper import reruns_of
+from nanscope.watching.look import Look, is_settled, made_look, run_again, told, walked
 from nanscope.watching.recording import Recording
 
 
