@@ -303,7 +303,9 @@ OTHER_HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_p
 COMPILED_CALL = "_compiled_call_impl"  # what `module.compile()` leaves on a module
 
 
-buffers_of: Callable[[torch.nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")  # a module's own, without those of its parts
+def buffer_of(module: torch.nn.Module, name: str) -> Tensor | None:
+    """Return a buffer of a module's own, not of its parts; None if it has none of that name. Those of a scripted one are no dictionary."""
+    return dict(module._buffers.items()).get(name)
 
 
 def has_backward_hooks(thing: object) -> bool:

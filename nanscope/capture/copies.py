@@ -169,6 +169,10 @@ class Copies:
         if not (has_memory(tensor) or tensor.is_meta or tensor.layout is not torch.strided):  # to read it would end the process
             raise NotIsolated(f"it holds a {type(tensor).__name__} whose memory its owner has let go of")
         copy = self._parameter(tensor) if isinstance(tensor, nn.Parameter) else self._tensor(tensor)
+        self._add(tensor, copy)
+        return copy
+
+    def _add(self, tensor: Tensor, copy: Tensor) -> None:
         if copy.layout is not torch.strided or copy.data_ptr() != tensor.data_ptr() or not copy.data_ptr():
             self._own.append(copy)
             self._left -= 0 if tensor.is_meta else tensor.numel() * tensor.element_size()
@@ -176,6 +180,14 @@ class Copies:
             raise NotIsolated(f"a copy of it would take more than {self._budget >> 20} MB")
         self.stand_in(tensor, copy)
         self._originals[id(copy)] = tensor
+
+    def scripted(self, module: torch.jit.ScriptModule) -> torch.jit.ScriptModule:
+        """Return a copy of what runs in torch's own interpreter, which only torch can copy: its parameters are not lent."""
+        copy: torch.jit.ScriptModule = deepcopy(module)
+        self.stand_in(module, copy)
+        for mine, theirs in ((module.parameters(), copy.parameters()), (module.buffers(), copy.buffers())):
+            for original, twin in zip(mine, theirs, strict=True):
+                self._add(original, twin)
         return copy
 
 
@@ -225,6 +237,8 @@ class _Pickler(pickle.Pickler):
             original = uncompiled(thing)
             if original is not None:
                 return _itself, (original,)
+            if isinstance(thing, torch.jit.ScriptModule):
+                return _itself, (_Shared(self._copies.scripted(thing)),)
             return _bare, (type(thing),), self._state(thing), None, None, _update
         if isinstance(thing, types.FunctionType):
             if hasattr(thing, COMPILED):  # it runs as it is written: what is compiled holds the original

@@ -45,7 +45,7 @@ from nanscope.program.calls import Arg, Computes, Leaf, substitute
 from nanscope.program.local import memory_of
 from nanscope.program.numbers import is_near, same_bits
 from nanscope.program.program import Program, join
-from nanscope.torch_inside import buffers_of, has_backward_hooks, sequence_number, take_off_backward_hooks, weak_tensor
+from nanscope.torch_inside import buffer_of, has_backward_hooks, sequence_number, take_off_backward_hooks, weak_tensor
 
 Eye = TypeVar("Eye", Tape, Follower)
 
@@ -90,7 +90,7 @@ class Again(Generic[Eye]):
     def twin_of(self, module: nn.Module, owner: nn.Module, name: str) -> Tensor | None:
         """Return what a buffer of a part of the module has become in the copy."""
         path = next(path for path, part in module.named_modules() if part is owner)
-        return buffers_of(self.module.get_submodule(path)).get(name)
+        return buffer_of(self.module.get_submodule(path), name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,7 +303,7 @@ class Reruns:
     def written(self, owner: nn.Module, name: str) -> tuple[Program, dict[int, Tensor]] | Made | None:
         """Run the modules once more that may have written to a buffer, as if it were finite, and return how they made it bad, as a program
         or as the call that did; None if none of them does."""
-        original = buffers_of(owner).get(name)
+        original = buffer_of(owner, name)
         for call in reversed(self.calls if any(buffer is original for buffer in self.watch.spoilt()) else []):
             if call.args is None or not any(part is owner for model in call.models for part in model.modules()):
                 continue

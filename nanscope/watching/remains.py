@@ -25,7 +25,7 @@ from nanscope.program.numbers import count_bad, first_nonfinite, is_finite
 from nanscope.snapshot.observation import Observation, Past, Phase
 from nanscope.snapshot.step import Snapshot
 from nanscope.text import count
-from nanscope.torch_inside import buffers_of
+from nanscope.torch_inside import buffer_of
 from nanscope.watching.optimizers import Optimizers
 from nanscope.watching.states import is_fresh
 
@@ -80,7 +80,7 @@ class Remains:
 
     def _was_fine(self, owner: Owner) -> bool:
         module = owner[0]()
-        buffer = None if module is None else buffers_of(module).get(owner[1])
+        buffer = None if module is None else buffer_of(module, owner[1])
         met = self._met.pop(id(buffer), None)
         return met is not None and met[0]() is buffer and bool(met[1])
 
@@ -298,7 +298,7 @@ class Remains:
 def _readable(owner: Owner) -> Tensor | None:
     """The buffer, where it is still there, can be read, and may be bad."""
     module = owner[0]()
-    buffer = None if module is None else buffers_of(module).get(owner[1])
+    buffer = None if module is None else buffer_of(module, owner[1])
     return _floating(None if buffer is None else local(buffer))
 
 
