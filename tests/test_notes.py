@@ -367,7 +367,7 @@ def test_not_many_graphs_wait() -> None:
             mode.wake("model")
             last = (out * 2).add(1).mul(3).sum()
             del hidden, out
-            assert len(graphs) <= weighing.WEIGHT // weighing.GRAPH + 1
+            assert len(graphs) <= tape.notes.most // weighing.GRAPH + 1
     assert tape.find(last) is not None
     with TapeMode(tape):
         long = weight * 1.0
@@ -381,7 +381,7 @@ def test_a_graph_that_was_freed_weighs_nothing() -> None:
     tape, weight = Tape(), fresh(3)
     mode = TapeMode(tape)
     with mode:
-        for number in range(3 * weighing.WEIGHT // weighing.GRAPH):
+        for number in range(3 * tape.notes.most // weighing.GRAPH):
             mode.sleep("model")
             out = weight.exp()
             mode.wake("model")
@@ -392,7 +392,7 @@ def test_a_graph_that_was_freed_weighs_nothing() -> None:
             mode.wake("backward")
             tape.has_passed(lambda: None)
             assert tape.notes.weight <= 5 * (number + 1) * weighing.CALL
-        assert len(waiting(tape)) >= 4 * 3 * weighing.WEIGHT // weighing.GRAPH
+        assert len(waiting(tape)) >= 4 * 3 * tape.notes.most // weighing.GRAPH
 
 
 def test_a_view_weighs_as_the_memory_that_it_is_a_part_of() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,30 @@ def test_a_fault_of_a_rollout_is_found_after_many(
     assert SAID[where] in sentence or (
         (where == "old" or most < 1 << 24) and "−inf" in sentence.replace("+inf", "−inf").replace("NaN", "−inf")
     ), sentence
+
+
+@pytest.mark.parametrize("iteration", [0, 2])
+@pytest.mark.parametrize("where", SAID)
+def test_a_long_rollout_is_known_from_its_beginning(where: str, iteration: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of a hundred and more steps is more calls than are remembered of a model that generates."""
+    monkeypatch.setattr(sys.modules[__name__], "STEPS", 130)
+    incident = Loop(by_index, iteration, where).watched(tmp_path, iterations=iteration + 1).verdict.incidents[0]
+    assert SAID[where] in incident.sentence
+
+
+def test_of_a_rollout_that_is_too_long_nothing_is_called_data(tmp_path: Path) -> None:
+    """What was computed, and of which too much came after, did not come with the batch; a larger budget holds more."""
+    said = []
+    for budget in (1 << 22, 1 << 28):
+        loop = Loop(by_index, 0, "old")
+        with nanscope.watch(out=tmp_path / str(budget), deep_every=0, budget=budget) as scope:
+            loop.buffers()
+            for _ in range(5):
+                loop.rollout(True)
+            loop.learn(loop.advantages())
+        said.append(scope.verdict.incidents[0].sentence)
+    assert "calls that were not kept" in said[0] and "A larger budget= may keep them" in said[0]
+    assert SAID["old"] in said[1]
 
 
 def test_a_buffer_that_nobody_holds_any_more_is_not_waited_for() -> None:

@@ -185,6 +185,7 @@ def sizes(scope: Scope) -> dict[str, int]:
 def test_memory_and_work_stay_flat(make: Callable[[], Loop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """3,000 steps, or backward passes without a step, leave no more than the first third of them did; nor do other loops, for shorter."""
     rounds = ROUNDS * 10 if NIGHTLY else ROUNDS if make in (with_an_optimizer, by_hand) else ROUNDS // 5
+    monkeypatch.setattr(log, "SHARE", 64)
     monkeypatch.setattr(log, "RING", 200)  # what outlives a backward pass is at its most after a few rounds
     monkeypatch.setattr(source, "SITES", 32)  # and so are the lines that are remembered
     monkeypatch.setattr(source, "_site", lru_cache(maxsize=32)(source._site.__wrapped__))

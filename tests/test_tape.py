@@ -1078,6 +1078,7 @@ def test_a_write_to_advantages_after_forgetting_is_seen() -> None:
 def test_generation_does_not_grow_the_tape(monkeypatch: pytest.MonkeyPatch) -> None:
     """Millions of calls without gradient leave a ring of the last ones."""
     monkeypatch.setattr(module, "RING", 100)
+    monkeypatch.setattr(module, "SHARE", 64)  # whatever the budget
     tape = Tape()
     with TapeMode(tape), torch.no_grad():
         x = torch.ones(4)
@@ -1099,6 +1100,7 @@ def test_generation_does_not_grow_the_tape(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_value_that_is_read_for_the_whole_of_a_long_generation_breaks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """What falls out of the ring while a call reads it is read again as a leaf."""
     monkeypatch.setattr(module, "RING", 100)
+    monkeypatch.setattr(module, "SHARE", 64)  # whatever the budget
 
     def loss(mode: TapeMode) -> Tensor:
         temperature = torch.tensor([0.5, 1.0]) * 2
@@ -1117,6 +1119,7 @@ def test_what_a_write_reads_does_not_fall_out_of_the_ring(
 ) -> None:
     """Weights are copied to a target network, one by one, and as many calls lie between two copies of one as are remembered."""
     monkeypatch.setattr(module, "RING", 100)
+    monkeypatch.setattr(module, "SHARE", 64)  # whatever the budget
     for count in range(20, 110):
         tape = Tape()
         weights, targets = [torch.ones(1) for _ in range(count)], [torch.ones(1) for _ in range(count)]
@@ -1184,6 +1187,7 @@ def test_a_loop_without_a_backward_pass_grows_neither_the_tape_nor_its_work(
     """Hours of writes to target networks and replay buffers, of losses that nobody differentiates: as many values are known, and numbered
     at each step, at the end as after the first few steps."""
     monkeypatch.setattr(module, "RING", 200)
+    monkeypatch.setattr(module, "SHARE", 64)  # whatever the budget
     tape, known, numbered = Tape(), [], []
     with TapeMode(tape):
         for _ in range(4):

@@ -16,7 +16,8 @@ from nanscope.capture.raw import RawCall
 from nanscope.capture.sites import Callers
 from nanscope.capture.values import Fleeting, Values
 
-RING = 4096  # calls without gradient that are remembered (generation makes millions of them)
+RING = 4096  # calls without gradient that are remembered at least (generation makes millions of them)
+SHARE = 14  # one more for so many bytes of the budget, as a power of 2: what a rollout of 200 steps gathers in rows
 CROWDS = 256  # calls that may go for one result
 LARGE = 1 << 14  # bytes of results that make room by themselves
 REMEMBERED = 1 << 20  # bytes; results up to this size outlive a backward pass, so advantages stay explained in every micro-batch
@@ -36,6 +37,7 @@ class Log:
         self.module = ""
         self.lost: Callable[[Tensor, str], None] = lambda tensor, op: None  # is told what it was that made a tensor which is held still
         self._values, self._callers = values, callers
+        self._ring = max(RING, values.account.budget >> SHARE)
         self._passing: list[int] = []  # calls that a finished backward pass takes with it
         self._lasting: deque[int] = deque()  # calls without gradient on small tensors: kept until pushed out by newer ones
         self._large: deque[int] = deque()  # those of them that made something large, and perhaps some that are gone
@@ -113,13 +115,13 @@ class Log:
                     self._owned.setdefault(index, []).append(value_id)
 
     def number(self, entry: Record, lasting: bool) -> None:
-        """Append an entry. lasting: it may outlive a backward pass, but not RING newer ones, unless it is read just then."""
+        """Append an entry. lasting: it may outlive a backward pass, but not `_ring` newer ones, unless it is read just then."""
         self.entries[self.count] = entry
         if lasting:
             self._lasting.append(self.count)
             if self._room(self.count) >= LARGE:
                 self._large.append(self.count)
-            if len(self._lasting) > RING and not self._brought(self._lasting[0], self.read):
+            if len(self._lasting) > self._ring and not self._brought(self._lasting[0], self.read):
                 self._push_out(self._lasting.popleft())
         else:
             self._passing.append(self.count)

@@ -77,7 +77,7 @@ class Notes:
         self._makers = Makers()
         self._shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # each once, for all calls, and none of torch's class: see `RawCall`
         self._strides: dict[tuple[int, ...], tuple[int, ...]] = {}
-        self.weight, self.most, self.graph = 0, min(WEIGHT, budget >> 4), GRAPH
+        self.weight, self.most, self.graph = 0, budget >> WEIGHT, GRAPH
         self._graphs = 0  # of the weight, what stands for graphs that no pass has freed
         self.idle, self.due = 0, IDLE
         self.taken = 0  # times that what waits was taken

@@ -52,7 +52,7 @@ from nanscope.capture.raw import Later, Raw, RawCall, SoFar
 from nanscope.capture.replacing import Replacing
 from nanscope.capture.rows import Rows
 from nanscope.capture.scribe import Scribe
-from nanscope.capture.sieve import OURS
+from nanscope.capture.sieve import OURS, is_row
 from nanscope.capture.sites import Callers
 from nanscope.capture.slicing import Slicing
 from nanscope.capture.spans import Spans
@@ -70,6 +70,7 @@ from nanscope.program.program import Program
 from nanscope.roles import Role
 from nanscope.torch_inside import (
     DETACH_IS_SEEN_TWICE,
+    base_of,
     has_schema,
     sequence_number,
     uses,
@@ -209,8 +210,12 @@ class Tape:
         gone = self.notes.let_go()
         found = gone is not None
         while gone:
-            operator, _, _, results, seen, *_ = gone.pop()  # and no other call of these refers to its results
-            if seen and not (operator.view or operator.mutable):
+            call = gone.pop()
+            operator, _, _, results, seen, *_ = call  # and no other call of these refers to its results
+            if is_row(call):
+                buffer = base_of(results[0])
+                self._opaques.lose(results[0] if buffer is None else buffer, operator.overload)
+            elif seen and not (operator.view or operator.mutable):
                 for item in results:
                     if sys.getrefcount(item) > OURS or uses(item) > 1:
                         self._opaques.lose(item, operator.overload)

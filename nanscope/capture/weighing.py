@@ -10,8 +10,8 @@ from torch.nn import Parameter
 
 from nanscope.torch_inside import base_of
 
-WEIGHT = 1 << 24  # bytes of all that waits, read or made, and at most a sixteenth of what may be held
-CALL = WEIGHT >> 14  # and what a call weighs by itself
+WEIGHT = 4  # of what may be held all that waits, read or made, may weigh a sixteenth, as a power of 2
+CALL = 1 << 10  # bytes that a call weighs by itself
 LIGHT = 1 << 21  # bytes of a tensor that waits; a larger one is held for no longer than it takes to understand the call
 WHOLE = 1 << 22  # and of the memory that a view which waits is a part of
 ANYWAY = 8  # times as much may wait of what lasts for a step anyway

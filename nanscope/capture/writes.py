@@ -154,20 +154,27 @@ class Writes:
         # Of two that are the same memory, the one that has the gradient: a write without gradients leaves one that has none beside it.
         root = target if whole[0] is target else next((value for value in whole if value.diff), whole[0])
         fresh = written if root is target else self._scatter(root, written, target)
-        plain = self._in_memory_order(fresh, root)
-        for value in live:
-            if value is not root and value.dtype is root.dtype:
-                offset = (value.key[0] - root.key[0]) // root.dtype.itemsize
-                self._become("aten.as_strided.default", (Ref(plain), value.key[1], value.key[2], offset), value)
+        others = [value for value in live if value is not root and value.dtype is root.dtype]
+        plain = self._in_memory_order(fresh, root) if others else -1
+        for value in others:
+            offset = (value.key[0] - root.key[0]) // root.dtype.itemsize
+            self._become("aten.as_strided.default", (Ref(plain), value.key[1], value.key[2], offset), value)
 
     def _scatter(self, root: Value, written: Value, target: Value) -> Value:
         """Put a written view back into the tensor that covers its memory.
 
-        By explicit positions: torch 2.13's as_strided_scatter does this in one call and returns a wrong gradient.
+        What lies in one piece, as a row does, by where that begins and ends, all else by explicit positions: torch 2.13's
+        as_strided_scatter does this in one call and returns a wrong gradient.
         """
         _, shape, stride, _, _ = target.key
         offset = (target.key[0] - root.key[0]) // root.dtype.itemsize
         size, count = math.prod(root.shape), (math.prod(shape),)
+        if is_dense(target) and not (is_turned(target) or is_turned(root)):
+            piece = self._hidden("aten.reshape.default", (Ref(written.id), (-1,)), count, root.dtype)
+            all_of_it = self._hidden("aten.reshape.default", (Ref(root.id), (-1,)), (size,), root.dtype)
+            args = (Ref(all_of_it), Ref(piece), 0, offset, offset + count[0])
+            joined = self._hidden("aten.slice_scatter.default", args, (size,), root.dtype)
+            return self._become("aten.reshape.default", (Ref(joined), root.shape), root)
         every = self._hidden("aten.arange.default", (size,), (size,), torch.int64)
         viewed = self._hidden("aten.as_strided.default", (Ref(every), shape, stride, offset), shape, torch.int64)
         places = self._hidden("aten.reshape.default", (Ref(viewed), (-1,)), count, torch.int64)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from nanscope.capture.alone import has_peers
 from nanscope.capture.differentiated import Part, weighted
 from nanscope.capture.glue import glue_before
+from nanscope.capture.log import SHARE
 from nanscope.capture.modules import ModuleCall, ModuleWatch, place_of, tensors_in
 from nanscope.capture.tape import Tape
 from nanscope.errors import ProgramError, words_of
@@ -559,9 +560,11 @@ class Examiner:
 
     def _too_large(self) -> str:
         single, wide = (f"{size / 1e6:.3g} MB" for size in self.tape.limits)
+        budget = f"{self.tape.budget / 1e6:.3g} MB"
         return (
-            f"what it was made of was not kept: together no more than budget= ({self.tape.budget / 1e6:.3g} MB), and no tensor larger than "
-            f"{single} ({wide} with three dimensions); watch(budget=…), 8 (32) times the largest, may keep it"
+            f"what it was made of was not kept: together no more than budget= ({budget}) and {self.tape.budget >> SHARE} calls without "
+            f"gradient, and no tensor larger than {single} ({wide} with three dimensions); watch(budget=…), 8 (32) times the largest, may "
+            f"keep it"
         )
 
     def worded(self, snapshot: Snapshot) -> Snapshot:
