@@ -164,13 +164,23 @@ def test_at_an_address_a_job_whose_launcher_is_gone_is_not_joined(stores: Callab
     assert at_address(stores, [2])[0][0] not in (first, early)
 
 
-def test_a_restart_is_a_run_of_its_own(tmp_path: Path) -> None:
-    """torchelastic starts the ranks again and counts it; what the first attempt wrote stays as it is."""
-    attempts = [
-        in_processes([rank(tmp_path, number, TORCHELASTIC_RUN_ID="job", TORCHELASTIC_RESTART_COUNT=count) for number in range(2)])
-        for count in "01"
-    ]
-    assert [len({name for (name,) in attempt}) for attempt in attempts] == [1, 1] and attempts[0] != attempts[1]
+@pytest.mark.parametrize(("job", "other", "joins"), [("job", "1", True), ("none", "1", False), ("none", "0", True)])
+def test_ranks_that_are_started_again_belong_to_the_run(tmp_path: Path, job: str, other: str, joins: bool) -> None:
+    """torchelastic starts the ranks again and counts it, hours later perhaps, and at another port: that tells only what has no name."""
+    attempts = []
+    for count, port in (("0", "0"), ("1", other)):
+        given = {"TORCHELASTIC_RUN_ID": job, "TORCHELASTIC_RESTART_COUNT": count, "MASTER_PORT": port}
+        attempts.append(in_processes([rank(tmp_path, number, **given) for number in range(2)]))
+        age_claims(tmp_path, place.LATE + 60)
+    (first, again) = ({name for (name,) in attempt} for attempt in attempts)
+    assert len(first) == len(again) == 1 and (first == again) == joins
+    written = {path.name for path in (tmp_path / next(iter(again))).glob("history.*")}
+    assert {f"history.rank{number}.attempt-2.jsonl" for number in range(2)} <= written
+
+
+def test_another_job_of_that_name_has_a_run_of_its_own(tmp_path: Path) -> None:
+    given = {"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "0"}
+    assert in_process(rank(tmp_path, 0, **given)) != in_process(rank(tmp_path, 0, **given))
 
 
 @pytest.mark.parametrize(("seconds", "joins"), [(20, True), (place.LATE + 60, False)])
@@ -254,8 +264,8 @@ def test_who_belongs_together(environ: dict[str, str], world: int, shared: bool)
 
 @pytest.mark.parametrize("changed", SHARED)
 def test_whatever_tells_two_jobs_apart_is_in_the_key(changed: str) -> None:
-    """Each of the variables that launchers set."""
-    environ = dict.fromkeys(SHARED, "1")
+    """Each of the variables that launchers set, but for where the ranks of an elastic job meet: by its name, if it has one."""
+    environ = dict.fromkeys(SHARED, "1") | {place.ELASTIC: place.UNNAMED}
     assert shared_key(environ, 2) != shared_key({**environ, changed: "2"}, 2)
 
 
@@ -309,14 +319,14 @@ sys.exit(1 if count == "0" else 0)
 
 
 def test_under_torchrun(tmp_path: Path) -> None:
-    """Two ranks, a failure, and the restart: two directories, each with both ranks of one attempt."""
+    """Two ranks, a failure, and the restart: one directory, with both ranks of each attempt."""
     (tmp_path / "train.py").write_text(TORCHRUN)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     done = subprocess.run([*command, str(tmp_path / "train.py"), str(tmp_path / "runs")], capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
     attempts = {path.name.removeprefix("was-here."): path.parent for path in tmp_path.glob("runs/2*/was-here.*")}
-    assert attempts["0.1"] == attempts["1.1"] and len(runs_in(tmp_path / "runs")) == 2
-    assert (attempts.get("0.0") or attempts["1.0"]) != attempts["0.1"]
+    assert attempts["0.1"] == attempts["1.1"] == (attempts.get("0.0") or attempts["1.0"])
+    assert len(runs_in(tmp_path / "runs")) == 1
 
 
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from nanscope.snapshot.runs import DEEP_EVERY, MAX_BYTES, Folder
 from nanscope.watching.acting import ACTIONS, MAX_REPAIRS
 from nanscope.watching.calling import call
 from nanscope.watching.job import OURS
-from nanscope.watching.place import Place, enrol, is_ranked, name_of, restarts
+from nanscope.watching.place import Place, attempt, enrol, is_ranked, name_of
 
 MEMBER = "NANSCOPE_MEMBER"
 ROLE = "NANSCOPE_ROLE"  # what a process is called in files and words, given by hand: actor, critic, reference
@@ -137,11 +137,6 @@ class Invitation:
 
 def _plain(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_-]+", "_", name).strip("_")[:40]
-
-
-def attempt() -> str:
-    """Return which attempt of an elastic launcher this process belongs to, "" for the first: "attempt-2"."""
-    return f"attempt-{restarts() + 1}" if restarts() else ""
 
 
 def is_reaped() -> bool:

@@ -42,6 +42,8 @@ from nanscope.watching.job import OURS, Job
 log = logging.getLogger("nanscope")
 
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+ELASTIC = "TORCHELASTIC_RUN_ID"
+ANEW = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")  # what an elastic launcher may give the ranks otherwise when it starts them again
 
 # What the ranks of one job have in common, and no two jobs at a time.
 SHARED = (
@@ -49,13 +51,13 @@ SHARED = (
     "MASTER_ADDR",
     "MASTER_PORT",
     "WORLD_SIZE",
-    "TORCHELASTIC_RUN_ID",
-    RESTARTS,
+    ELASTIC,
     "SLURM_JOB_ID",
     "SLURM_STEP_ID",
     "SLURM_RESTART_COUNT",
     "PMIX_NAMESPACE",
 )  # fmt: skip
+UNNAMED = "none"  # what torchrun calls a job that nobody has given a name
 TELLING = frozenset(SHARED) - {"WORLD_SIZE"}
 
 CLAIMS = ".claims"
@@ -120,7 +122,7 @@ def settle(runs: Folder, name: str, *, lead: bool = False, job: Job | None = Non
 
     def places(path: Path, run: str) -> Iterator[Place]:
         if job is None:
-            yield Place(path, run, rank, shared=world > 1)
+            yield Place(path, run, rank, shared=world > 1, worker=attempt())
         else:
             yield from (Place(path, run, 0, shared=True, worker=node, named=False, node=node) for node in job.names())
 
@@ -185,6 +187,11 @@ def restarts() -> int:
     return _number(RESTARTS, 0)
 
 
+def attempt() -> str:
+    """Return which attempt of an elastic launcher this process belongs to, "" for the first: "attempt-2"."""
+    return f"attempt-{restarts() + 1}" if restarts() else ""
+
+
 def _number(name: str, otherwise: int) -> int:
     found = os.environ.get(name, "")
     return int(found) if found.isdecimal() else otherwise
@@ -194,7 +201,8 @@ def shared_key(environ: Mapping[str, str], world: int) -> str | None:
     """Return a name that all ranks of this job work out alike, None for a process that trains alone."""
     if world < 2 and OURS not in environ:
         return None
-    parts = [f"{name}={environ[name]}" for name in SHARED if environ.get(name)]
+    known = [name for name in SHARED if not (name in ANEW and environ.get(ELASTIC, UNNAMED) not in ("", UNNAMED))]
+    parts = [f"{name}={environ[name]}" for name in known if environ.get(name)]
     if not TELLING & {part.partition("=")[0] for part in parts}:
         parts.append(f"{mark(os.getppid())} {world}")  # started by one process of this machine, which told them nothing
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
@@ -339,7 +347,7 @@ def _content(path: Path) -> bytes | None:
 def _is_of_this_job(claim: Claim, waited: float) -> bool:
     """Was a claim made by a rank of this job? waited: seconds since it was made."""
     own, launcher = age(os.getpid()), age(os.getppid())
-    if own is not None and waited > own + LATE:
+    if own is not None and waited > own + LATE and not restarts():
         return False
     if claim.launcher == mark(os.getppid()):
         return True
