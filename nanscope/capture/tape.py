@@ -210,9 +210,9 @@ class Tape:
         gone = self.notes.let_go()
         found = gone is not None
         while gone:
-            call = gone.pop()
-            operator, _, _, results, seen, *_ = call  # and no other call of these refers to its results
-            if is_row(call):
+            row = is_row(gone[-1])
+            operator, _, _, results, seen, *_ = gone.pop()  # and no other call of these refers to its results
+            if row:
                 buffer = base_of(results[0])
                 self._opaques.lose(results[0] if buffer is None else buffer, operator.overload)
             elif seen and not (operator.view or operator.mutable):
