@@ -182,6 +182,8 @@ def test_a_long_rollout_is_known_from_its_beginning(where: str, iteration: int, 
     monkeypatch.setattr(sys.modules[__name__], "STEPS", 130)
     incident = Loop(by_index, iteration, where).watched(tmp_path, iterations=iteration + 1).verdict.incidents[0]
     assert SAID[where] in incident.sentence
+    assert len(incident.chain) < 40  # it does not go through the buffer once for each row that was written later
+    assert incident.chain[-1].text == "loss[]"
 
 
 def test_of_a_rollout_that_is_too_long_nothing_is_called_data(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from nanscope.locate.trace import Trace
 from nanscope.program.calls import Call, Site, words_for
 from nanscope.program.local import local
 from nanscope.program.numbers import at, dtype_name, exponent_limit, headroom_bits
-from nanscope.program.ops import COMMUTATIVE, EXPONENTIALS, FILLS, IN_ORDER, LITERALS, NUMBERED, SETS, SHIFTS, SIZED
+from nanscope.program.ops import CARRYING, COMMUTATIVE, EXPONENTIALS, FILLS, IN_ORDER, LITERALS, NUMBERED, SETS, SHIFTS, SIZED, WRITES
 from nanscope.program.program import Program
 from nanscope.program.whole import whole
 from nanscope.roles import Role, last_word
@@ -36,12 +37,14 @@ TOKENS = "all its tokens "  # are what is taken out, and the loss counts what wa
 
 def observe(location: Location, trace: Trace) -> Observation:
     """Return the observation of an origin that a run of a program led to."""
-    chain = [Link(_link_words(step), step.line, step.value, step.backward, step.file) for step in location.chain[:LONGEST]]
+    crossed = _without_what_stays(location.chain)[:LONGEST]
+    chain = [Link(_link_words(step), step.line, step.value, step.backward, step.file) for step in crossed]
     first = next((position for position, link in enumerate(chain) if link.backward), None)
     if first is not None and location.origin.born and math.isinf(location.origin.value) and location.origin.op in EXPONENTIALS:
         chain[first] = replace(chain[first], text=f"{chain[first].text} (0 · inf in {location.origin.op}'s backward)")
-    if location.other is not None and location.met < len(chain):
-        chain[location.met] = replace(chain[location.met], text=f"{chain[location.met].text} (also of {_birth_words(location.other)})")
+    met = next((at for at, step in enumerate(crossed) if location.other is not None and step is location.chain[location.met]), None)
+    if location.other is not None and met is not None:
+        chain[met] = replace(chain[met], text=f"{chain[met].text} (also of {_birth_words(location.other)})")
     origin = replace(_told(_as_returned(location.origin, trace), trace.program), batch=_in_batch(location.origin, trace))
     facts, blame = facts_of(location, trace), blame_of(location, trace)
     born = born_at(location.origin, trace)
@@ -52,6 +55,20 @@ def born_at(origin: Element, trace: Trace) -> str:
     """Return where the infinity was made that an origin makes NaN of, in words, "" where its own line says so, or that is not known."""
     found = birth_of(origin, trace)
     return "" if found is None else f"{operand_name(origin, found[0])} {found[1]}"
+
+
+def _without_what_stays(chain: Sequence[Crossing]) -> list[Crossing]:
+    """Leave out where an element stays what it is, and where it is, while other parts of its tensor are written: a buffer that a rollout is
+    gathered in goes through that once for each further row."""
+    left, seen, line = list[Crossing](), set[str](), None
+    for step in chain:
+        if (step.file, step.line) != line:
+            seen, line = set(), (step.file, step.line)
+        words = _link_words(step)
+        if words not in seen or step.backward or step.op not in CARRYING | WRITES:
+            left.append(step)
+        seen.add(words)
+    return left
 
 
 def _in_batch(origin: Element, trace: Trace) -> tuple[int, ...] | None:
