@@ -16,7 +16,7 @@ from torch import Tensor
 from nanscope.causes import CAUSES, Cause
 from nanscope.program.ops import DIVISIONS, EXPONENTIALS, LOGARITHMS, QUOTIENTS, ROOTS, SCALED, SPREADS, TAKEN_OF
 from nanscope.report.origin import mask_words
-from nanscope.snapshot.observation import Blame, Origin
+from nanscope.snapshot.observation import STOOD_IN, Blame, Origin
 from nanscope.text import number
 
 MASKED = ("that the loss does not count", "outside the loss", "picked the other side", "counts with another number")
@@ -113,7 +113,10 @@ def _arithmetic(origin: Origin, said: str) -> Iterator[str]:
     if found is None or found[1] != origin.op:
         return
     plain = SCALED.get(origin.op, len(origin.operands))
-    wanted = [number(value) if at < plain else f"{name} {number(value)}" for at, (name, value) in enumerate(origin.operands)]
+    wanted = [
+        name if name == STOOD_IN else number(value) if at < plain else f"{name} {number(value)}"
+        for at, (name, value) in enumerate(origin.operands)
+    ]
     if found[2].split(", ") != wanted or found[3] != number(origin.value):
         yield f"{found[0]}: not all of its operands, or another result"
         return
