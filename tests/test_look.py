@@ -368,7 +368,7 @@ def filled(x: Tensor) -> Tensor:
 
 PUT = {  # by which calls: torch 2.15 fills
     put_where: ({"index_put", "masked_fill"}, "a number"),
-    put_at: ({"scatter", "fill"}, "a number"),
+    put_at: ({"slice_scatter", "fill"}, "a number"),
     filled: ({"masked_fill"}, "math.nan"),
 }
 

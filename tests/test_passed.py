@@ -830,7 +830,7 @@ def test_what_a_distribution_has_refused_is_told_although_the_loop_catches_it(tm
             with torch.no_grad():
                 cooled = model(torch.randn(6, 4)) / (0.0 if step == 3 else 1.0)
                 try:
-                    chosen = torch.distributions.Categorical(logits=cooled - cooled.max()).sample()
+                    chosen = torch.distributions.Categorical(logits=cooled - cooled.max(), validate_args=True).sample()
                 except ValueError:
                     if ends == "goes_on":
                         continue

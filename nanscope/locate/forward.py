@@ -30,6 +30,7 @@ from nanscope.program.ops import (
     MASK_ARITHMETIC,
     MASK_FREE,
     MOVES_OF_WRITES,
+    SCATTERS,
     SETS,
     SHRINKING,
     SPREADS,
@@ -499,7 +500,7 @@ def _is_record(trace: Trace, written: Sequence[Spot]) -> bool:
     stand beside nothing but 0; whoever sets an element notes down what came in."""
     made = {call.name for value, _ in written if (call := trace.program.maker(value)) is not None}
     value = written[0][0]
-    if "scatter" not in made or made & FILLS:
+    if not made & SCATTERS or made & FILLS:
         return False
     role = trace.names.role(value)
     of_data = not any(leaf.diff for leaf in trace.program.slice(value).leaves)
