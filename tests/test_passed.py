@@ -853,7 +853,7 @@ def test_a_scale_that_is_only_negative_is_the_loops_own_affair(tmp_path: Path) -
     with nanscope.watch(out=tmp_path) as scope:
         for _ in range(3):
             with contextlib.suppress(ValueError):
-                torch.distributions.Normal(torch.zeros(3), -torch.ones(3))
+                torch.distributions.Normal(torch.zeros(3), -torch.ones(3), validate_args=True)
             optimizer.zero_grad()
             model(torch.randn(6, 4)).square().mean().backward()
             optimizer.step()
